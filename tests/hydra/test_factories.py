@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's groups)
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
+from torchrl.collectors import BaseCollector
 from torchrl.envs import GymEnv, SerialEnv
 from torchrl.trainers import Trainer
 from torchrl.trainers.algorithms import PPOTrainer, SACTrainer
@@ -213,6 +215,8 @@ def test_without_a_recipe_their_names_are_said(arguments, monkeypatch, tmp_path)
         ("setting.epochs=3", r"error: setting: unknown .* Did you mean settings\? Correct"),
         ("settings.epochs=0", r"error: epochs: 0 \(expected an integer of at least 1\)"),
         ("settings.hidden=16", r"error: hidden: 16 \(expected a tuple of integers"),
+        ("settings.gamma=high", r"error: .*'high'.* Float"),
+        ("settings.fused=maybe", r"error: .*'maybe'.* bool"),
         ("seed=-1", r"error: trainer=appo seed: -1 \(expected an integer of at least 0\)"),
         ("collector.seed=1", r"error: collector.seed: 1 \(.*trainer seeds it\)\. Set the trainer"),
         ("env.seed=1", r"error: env.seed: 1 \(expected null"),
@@ -283,7 +287,7 @@ def test_settings_of_another_algorithm_are_refused():
         make_appo_trainer(config=OffPolicyConfig(), total_frames=1)
 
 
-NONE_OF_OURS = ["appo", partial(int), partial(dict, policy=1)]
+NONE_OF_OURS = ["appo", partial(int), partial(dict, policy=1), Mock(BaseCollector)]
 
 
 @pytest.mark.parametrize("collector", [*NONE_OF_OURS, partial(make_replay_collector)])
