@@ -316,8 +316,8 @@ def test_a_run_that_fails_says_what_is_saved_and_how_to_go_on(
     raised, code, tmp_path, monkeypatch, capsys
 ):
     def fail(run: Run) -> None:
-        for name in ("frames-000000002048", "frames-000000002048-best"):  # a copy, which is none
-            (run.path / "checkpoint" / name).mkdir(parents=True)
+        for name in ("2048-best", "2048", "1024"):  # of which the first is a copy, which is none
+            (run.path / "checkpoint" / f"frames-00000000{name}").mkdir(parents=True)
         raise raised
 
     monkeypatch.setattr(Run, "__call__", fail)

@@ -15,7 +15,7 @@ import yaml
 import torchrl_unilab
 from torchrl_unilab import cli
 from torchrl_unilab.cli import main
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, DivergedError, WorkerError
 from torchrl_unilab.trainers.runs.train import Run
 
 RUN = ["train", "appo", "--env", "Hopper-v5", "--frames", "4096"]
@@ -62,7 +62,8 @@ def test_each_rank_ends_with_the_exit_code_of_the_run(interrupted, tmp_path, mon
 def test_flags_are_written_out(capsys):
     with pytest.raises(SystemExit):
         main([*RUN, "--epoch", "3"])
-    assert "unknown argument --epoch. Did you mean --epochs?" in capsys.readouterr().err
+    said = "unknown argument --epoch. Did you mean --epochs? See torchrl-unilab train appo --help."
+    assert capsys.readouterr().err == f"error: {said}\n"
 
 
 def test_a_task_that_is_left_out_after_its_flag_is_asked_for(capsys):
@@ -118,3 +119,102 @@ def test_the_end_of_a_job_interrupts_as_ctrl_c_does_and_ends_what_was_started(mo
         signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == "interrupted\n"
     child.terminate.assert_called_once_with()
+
+
+FILM = {"run_dir": "run", "video": "a.mp4", "episodes": 1, "max_steps": None, "seed": 0}
+FILM |= {"width": 640, "height": 480, "camera": None, "deterministic": True}
+
+
+def test_a_film_is_made_as_the_help_says_unless_it_is_told(monkeypatch):
+    monkeypatch.setattr(torchrl_unilab, "play_run", play := Mock(return_value={}))
+    assert main(["play", "--run-dir", "run", "--video", "a.mp4"]) == 0
+    assert play.call_args.kwargs == FILM
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (WorkerError("lost:\n  in step"), "lost:\n  in step"),
+        (ConfigError("memory:\n  ring"), "memory:\n  ring"),
+        (DivergedError("nan\n  in step"), "nan in step"),
+        (OSError("full\n disk"), "full disk"),
+    ],
+)
+def test_a_workers_traceback_and_a_table_keep_their_lines_and_other_errors_are_one(
+    error, said, monkeypatch, capsys
+):
+    monkeypatch.setattr(cli, "_tasks", Mock(side_effect=error))
+    assert main(["tasks"]) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("backend", "imported", "refused"),
+    [("egl", False, True), ("egl", True, False), (None, False, False)],
+)
+def test_an_error_is_laid_to_the_backend_of_mujoco_only_where_it_kept_it_from_its_import(
+    backend, imported, refused, monkeypatch, capsys
+):
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    if backend:
+        monkeypatch.setenv("MUJOCO_GL", backend)
+    monkeypatch.delitem(sys.modules, "mujoco", raising=False)
+    if imported:
+        monkeypatch.setitem(sys.modules, "mujoco", Mock())
+    monkeypatch.setattr(cli, "_tasks", Mock(side_effect=AttributeError("no display")))
+    if refused:
+        assert main(["tasks"]) == 2
+        assert "with MUJOCO_GL=egl, no display (expected" in capsys.readouterr().err
+    else:
+        with pytest.raises(AttributeError, match="no display"):
+            main(["tasks"])
+
+
+@pytest.mark.parametrize(
+    ("error", "saved"),
+    [(OSError("full"), None), (ConfigError("taken"), 2048), (OSError("full"), 0)],
+)
+def test_how_to_go_on_is_not_said_where_nothing_is_saved_or_the_run_was_refused(
+    error, saved, tmp_path, monkeypatch, capsys
+):
+    if saved is not None:
+        (tmp_path / "checkpoint" / f"frames-{saved:012d}").mkdir(parents=True)
+    monkeypatch.setattr(Run, "__call__", Mock(side_effect=error))
+    assert main([*RUN, "--run-dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+@pytest.mark.parametrize("described", [["--config", "mine.yaml"], RUN[2:]])
+def test_a_run_to_resume_is_started_as_long_as_it_has_no_checkpoint(
+    described, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("algo: appo\nenv: Hopper-v5\nframes: 4096\n")
+    start = Mock(return_value=Mock(side_effect=ConfigError("enough")))
+    monkeypatch.setattr("torchrl_unilab.trainers.runs.train.Run", start)
+    resume = Mock(side_effect=ConfigError("enough"))
+    monkeypatch.setattr("torchrl_unilab.trainers.runs.resume.resume_run", resume)
+    command = ["train", "appo", *described, "--run-dir", "run"]
+    for make, arguments, again in (
+        (lambda: None, ["--resume"], False),
+        (lambda: Path("run").mkdir(), ["--resume"], False),
+        (lambda: Path("run/config.yaml").touch(), ["--resume"], True),
+        (lambda: None, [], False),
+    ):
+        make()
+        assert main([*command, *arguments]) == 2
+        assert start.call_args.kwargs["again"] is again
+    assert not resume.called
+    Path("run/checkpoint/frames-000000002048").mkdir(parents=True)
+    assert main([*command, "--resume", "--seed", "3", "--gamma", "0.5"]) == 2
+    known = {"algo": "appo", "env": "Hopper-v5", "seed": 3, "gamma": 0.5}
+    assert resume.call_args.args == ("run",)
+    assert resume.call_args.kwargs == {"settings": known, "announce": print, "frames": 4096}
+
+
+def test_a_run_of_no_time_and_without_collectors_has_no_rate(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    summary = {"env": "Hopper-v5", "final_return": None, "eval_return": 1.0, "frames": 0}
+    cli._show(summary | {"seconds": 0.0, "busy": {"learner": 0.0, "collectors": []}})
+    shown = capsys.readouterr().out.splitlines()
+    assert {"frames/s: none", "busy: learner 0%, collectors none"} <= {*shown}
