@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.objectives.fused.adam import FlatAdam, _move_rate
+from torchrl_unilab.objectives.fused.adam import FlatAdam, _move_rate, rate_of
 
 
 def _parameters() -> list[nn.Parameter]:
@@ -166,3 +167,22 @@ def test_a_learning_rate_that_is_loaded_comes_to_the_device_of_the_parameters():
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=torch.tensor(1e-3))
     _move_rate(torch.device("meta"), optimizer)
     assert optimizer.param_groups[0]["lr"].device.type == "meta"
+
+
+def test_a_learning_rate_is_moved_when_a_state_is_loaded(monkeypatch):
+    flat = FlatAdam(_parameters(), 1e-2)
+    moved = Mock()
+    monkeypatch.setattr("torchrl_unilab.objectives.fused.adam._move_rate", moved)
+    flat.optimizer.load_state_dict(deepcopy(flat.optimizer.state_dict()))
+    moved.assert_called_once_with(flat.flat.device, flat.optimizer)
+
+
+@pytest.mark.usefixtures("double_precision")
+def test_a_rate_that_becomes_a_tensor_within_a_step_is_of_single_precision_and_changed_outside():
+    optimizer = torch.optim.Adam([torch.zeros(1)], lr=1e-3)
+    with torch.inference_mode():
+        rate = rate_of(optimizer)
+    assert rate.dtype == torch.float32
+    rate.mul_(0.5)
+    assert optimizer.param_groups[0]["lr"].item() == pytest.approx(5e-4)
+    assert rate_of(optimizer) is rate

@@ -18,6 +18,7 @@ from tests.support.off_policy import (
     stock,
     transitions_of,
 )
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import make_q_value, make_sac_actor
 from torchrl_unilab.objectives import FusedSACUpdate
 
@@ -109,3 +110,11 @@ def test_saturated_actions_keep_finite_gradients_and_the_stock_losses():
     assert observed["entropy"] < -50.0
     for key in ("loss_qvalue", "loss_actor"):
         torch.testing.assert_close(observed[key], expected[key], rtol=1e-9, atol=1e-9)
+
+
+def test_a_temperature_whose_memory_has_moved_is_refused():
+    loss = make_loss("sac")
+    update, batch = fused(loss), transitions_of(loss, 8, 0)
+    loss.log_alpha.data = loss.log_alpha.data.clone()
+    with pytest.raises(ConfigError, match=r"parameter of shape \(\): its memory has moved"):
+        update.prepare(batch)

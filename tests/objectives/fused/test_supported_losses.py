@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torchrl.objectives import SACLoss, TD3Loss
 
-from tests.support.off_policy import ACT, OBS, fused, make_loss, make_transitions
+from tests.support.off_policy import ACT, OBS, fused, make_loss, make_transitions, transitions_of
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules import make_q_value, make_sac_actor, make_td3_actor
+from torchrl_unilab.modules import make_critic, make_q_value, make_sac_actor, make_td3_actor
 from torchrl_unilab.modules.critics import QValue
-from torchrl_unilab.modules.squashed import SquashedDeterministicActor
+from torchrl_unilab.modules.squashed import (
+    SquashedDeterministicActor,
+    SquashedGaussianActor,
+    SquashedGaussianParameters,
+)
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
 
 UPDATES = {"sac": FusedSACUpdate, "td3": FusedTD3Update}
@@ -40,9 +45,9 @@ def _frozen() -> SACLoss:
     return _replaced(actor=actor)
 
 
-def _renamed() -> SACLoss:
+def _renamed(**keys: str) -> SACLoss:
     loss = _replaced()
-    loss.set_keys(action="torque")
+    loss.set_keys(**keys)
     return loss
 
 
@@ -77,6 +82,36 @@ class _Loss(SACLoss):
     pass
 
 
+class _DelayedLoss(TD3Loss):
+    pass
+
+
+class _Gaussian(SquashedGaussianActor):
+    pass
+
+
+class _Head(SquashedGaussianParameters):
+    pass
+
+
+def _other(module: nn.Module, kind: type) -> Any:
+    """The module, as of a class that may do something else."""
+    object.__setattr__(module, "__class__", kind)
+    return module
+
+
+def _other_head() -> SACLoss:
+    actor = make_sac_actor(OBS, ACT, hidden=(8,))
+    _other(actor[0], _Head)
+    return _replaced(actor=actor)
+
+
+def _other_normalizer() -> SACLoss:
+    actor = make_sac_actor(OBS, ACT, hidden=(8,))
+    actor[0].normalizer = nn.Tanh()
+    return _replaced(actor=actor)
+
+
 def _other_actor() -> TD3Loss:
     bounds = torch.full((ACT,), -1.0), torch.ones(ACT)
     return _replaced(
@@ -104,10 +139,16 @@ UNSUPPORTED = {
         "tanh critic": lambda: _replaced(critic_net=_tanh(OBS + ACT, 1)),
         "tanh actor": lambda: _replaced(actor_net=_tanh(OBS, 2 * ACT)),
         "no bias": lambda: _replaced(actor_net=nn.Sequential(nn.Linear(OBS, 2 * ACT, bias=False))),
+        "one critic": lambda: _replaced(num_qvalue_nets=1),
         "three critics": lambda: _replaced(num_qvalue_nets=3),
         "no targets": lambda: _replaced(delay_qvalue=False),
         "target actor": lambda: _replaced(delay_actor=True),
         "sum": lambda: _replaced(reduction="sum"),
+        "state value": lambda: _replaced(value_network=make_critic(OBS, hidden=(8,))),
+        "other distance": lambda: _replaced(loss_function="huber"),
+        "other actor": lambda: _replaced(actor=_other(make_sac_actor(OBS, ACT), _Gaussian)),
+        "other head": _other_head,
+        "other normaliser of the actor": _other_normalizer,
         "skips": lambda: _replaced(skip_done_states=True),
         "other critic": lambda: _replaced(
             critic=_Critic("observation", None, make_q_value(OBS, ACT).net)
@@ -130,7 +171,11 @@ UNSUPPORTED = {
         "frozen": _frozen,
         "frozen temperature": _frozen_temperature,
         "mixed dtypes": lambda: _replaced(critic=make_q_value(OBS, ACT).float()),
-        "renamed action": _renamed,
+        "other normaliser of the critics": lambda: _replaced(
+            critic=QValue("observation", nn.Tanh(), make_q_value(OBS, ACT).net)
+        ),
+        "renamed action": lambda: _renamed(action="torque"),
+        "renamed value": lambda: _renamed(state_action_value="return"),
         "other estimator": _other_estimator,
     },
     "td3": {
@@ -150,6 +195,7 @@ UNSUPPORTED = {
             ),
         ),
         "other actor": _other_actor,
+        "subclass": lambda: _other(_replaced("td3"), _DelayedLoss),
         "ten critics": lambda: _replaced("td3", num_qvalue_nets=10),
         "no target actor": lambda: _replaced("td3", delay_actor=False),
         "no target critics": lambda: _replaced("td3", delay_qvalue=False),
@@ -184,9 +230,10 @@ def test_a_supported_loss_is_that_of_our_networks(algorithm):
     assert UPDATES[algorithm].supports(_replaced(algorithm))
 
 
-def test_a_share_for_the_targets_beyond_one_is_refused():
-    with pytest.raises(ConfigError, match=r"tau: 1\.5"):
-        fused(make_loss("sac"), tau=1.5)
+@pytest.mark.parametrize("tau", [1.5, -0.1, float("nan")])
+def test_a_share_for_the_targets_below_zero_or_beyond_one_is_refused(tau):
+    with pytest.raises(ConfigError, match=rf"tau: {tau} "):
+        fused(make_loss("sac"), tau=tau)
 
 
 def test_an_estimator_that_normalises_rewards_is_refused():
@@ -194,3 +241,13 @@ def test_an_estimator_that_normalises_rewards_is_refused():
     loss.make_value_estimator(gamma=0.9, average_rewards=True)
     with pytest.raises(ConfigError, match="average_rewards"):
         fused(loss)
+
+
+@pytest.mark.parametrize("algorithm", UPDATES)
+def test_a_loss_whose_targets_an_update_moves_does_not_warn_that_they_stand_still(algorithm):
+    loss = make_loss(algorithm)
+    batch = transitions_of(loss, 8, 0)
+    with pytest.warns(UserWarning, match="target"):
+        loss(batch)
+    fused(loss)
+    loss(batch)  # a warning would be an error
