@@ -53,6 +53,7 @@ def test_each_node_has_the_last_of_its_own_reports():
         await mailbox.post(Letter(0, []))
         await mailbox.poll(0, 0.001, 0, {0: 1, 1: None})
         await mailbox.poll(0, 0.001, 1, {0: 2})
+        await mailbox.poll(0, 0.001, None, {})  # of a node that has nothing to report yet
         await mailbox.poll(0, 0.001, 0, {0: 3})  # it was started again, with one worker
         assert await mailbox.reports() == {0: {0: 3}, 1: {0: 2}}
 
