@@ -187,6 +187,14 @@ def test_an_interrupted_release_is_done_or_is_done_again():
         assert p.reader.read == (1, 0)
 
 
+def test_counters_that_are_replaced_after_an_interrupted_release_stay_as_they_were_set():
+    for p, _ in interrupted(lambda p: p.reader.acquire(), lambda p, lease: p.reader.release(lease)):
+        p.reader.resume_from({})
+        assert p.reader.read == (0, 0)
+        for lease in p.reader.leases:
+            p.reader.release(lease)
+
+
 def test_another_release_after_an_interrupted_one_counts_each_once():
     def two_leases(p: Parties) -> list:
         return [p.reader.acquire(), p.reader.acquire()]

@@ -353,6 +353,7 @@ class RolloutRing(RingWriter):
             counts: Name of each counter to one number per writer; 0 if left out. Rollouts that
                 are unread or leased now count as written in addition.
         """
+        self._complete_interrupted()  # or the next call would count once more
         for writer in range(self.writers):
             first = writer * WRITER_WORDS
             finished = [counts[name][writer] if name in counts else 0 for name in COUNTERS[1:]]
