@@ -185,8 +185,6 @@ def _collector_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given = _given(arguments)
     if "num_workers" in given:
         given["num_collectors"] = given.pop("num_workers")
-    if "weight_sync_schemes" in given:  # a DictConfig does not pickle what it holds
-        given["weight_sync_schemes"] = dict(given["weight_sync_schemes"])
     return given
 
 
