@@ -45,6 +45,13 @@ def _frozen() -> SACLoss:
     return _replaced(actor=actor)
 
 
+def _shared_and_frozen() -> SACLoss:
+    """A loss of whose actor one layer comes twice, and another one is not learnt."""
+    first, twice = nn.Linear(OBS, 8).requires_grad_(False), nn.Linear(8, 8)
+    layers = (first, nn.ReLU(), twice, nn.ReLU(), twice, nn.ReLU(), nn.Linear(8, 2 * ACT))
+    return _replaced(actor_net=nn.Sequential(*layers))
+
+
 def _renamed(**keys: str) -> SACLoss:
     loss = _replaced()
     loss.set_keys(**keys)
@@ -169,6 +176,7 @@ UNSUPPORTED = {
         ),
         "subclass": lambda: _Loss(make_sac_actor(OBS, ACT), make_q_value(OBS, ACT)),
         "frozen": _frozen,
+        "a layer twice, and one frozen": _shared_and_frozen,
         "frozen temperature": _frozen_temperature,
         "mixed dtypes": lambda: _replaced(critic=make_q_value(OBS, ACT).float()),
         "other normaliser of the critics": lambda: _replaced(
