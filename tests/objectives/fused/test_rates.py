@@ -42,7 +42,9 @@ def test_a_step_without_the_policy_draws_the_critics_noise_alone():
 def test_a_step_after_the_end_of_its_thread_is_taken_without_one(update_policy):
     loss = off_policy.make_loss("sac")
     update = off_policy.fused(loss, policy_thread=True)
-    rows = update.prepare(off_policy.transitions_of(loss, 32, 0))
+    rows, thread = update.prepare(off_policy.transitions_of(loss, 32, 0)), update._thread
     update.close()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        thread.submit(bool)
     assert update.step(rows, update_policy=update_policy)[:3].isfinite().all()
     update.close()
