@@ -207,6 +207,19 @@ def test_off_policy_steps_by_a_generator_are_eager(algorithm, twin, monkeypatch)
 
 
 @BOTH
+def test_a_rate_that_lies_on_the_device_is_read_there(algorithm, twin, monkeypatch, no_looks):
+    capture_by(twin, monkeypatch)
+    loss = make_loss(algorithm)
+    update = fused(loss)
+    set_group(lr=torch.tensor(1e-3))(update)
+    packed = update.prepare(transitions_of(loss, 8, 0))
+    with no_looks():
+        for _ in range(3):
+            update.step(packed)
+    assert twin.made
+
+
+@BOTH
 def test_what_was_captured_before_compile_is_not_replayed(algorithm, twin, monkeypatch):
     capture_by(twin, monkeypatch)
     loss = make_loss(algorithm)
