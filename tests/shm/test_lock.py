@@ -109,6 +109,28 @@ def test_a_forked_child_does_not_hold_the_lock_of_its_parent():
             os.close(descriptor)
 
 
+def test_a_child_that_is_forked_while_a_thread_holds_a_lock_has_it_once_it_is_released():
+    with SharedSegment(64) as segment:
+        lock, held, go = RangeLock(segment, 0.5), threading.Event(), threading.Event()
+        here, there = os.pipe()
+        hold = (0, 1, lambda: held.set() or go.wait(30.0), _holder)
+        holder = threading.Thread(target=lock.run, args=hold)
+        holder.start()
+        assert held.wait(30.0)
+
+        def take() -> None:
+            os.read(here, 1)
+            assert _try(lock)
+
+        with forked(take) as child:
+            go.set()
+            holder.join(30.0)
+            os.write(there, b"1")
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        os.close(here)
+        os.close(there)
+
+
 def test_a_lock_is_had_as_soon_as_another_process_releases_it(monkeypatch):
     with SharedSegment(64) as segment, spawned(_hold, segment, 0, 1) as (_, pipe):
         receive(pipe)
