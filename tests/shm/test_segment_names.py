@@ -95,3 +95,12 @@ def test_a_descriptor_that_attachments_share_is_closed_once(monkeypatch):
     with SharedSegment(64, name=NAME) as segment, SharedSegment.attach(NAME):
         descriptor = segment.descriptor
     assert closed == [descriptor]
+
+
+def test_another_error_of_the_system_is_not_taken_for_a_link(path):
+    path.mkdir()
+    try:
+        with pytest.raises(IsADirectoryError):
+            SharedSegment.attach(NAME)
+    finally:
+        path.rmdir()
