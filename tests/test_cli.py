@@ -264,13 +264,18 @@ class Strike(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Strike())
-sys.exit(cli.main(["train", "appo", "--env", "InvertedPendulum-v5", "--frames", "1024"]))
+sys.exit(cli.main(COMMAND))
 """
 
 
-def test_an_interrupt_while_numpy_is_imported_is_not_lost(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "command",
+    [["train", "appo", "--env", "Hopper-v5", "--frames", "1024"], ["eval", "--run-dir", "run"]],
+    ids=["train", "eval"],
+)
+def test_an_interrupt_while_numpy_is_imported_is_not_lost(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = _run(STRIKES)
+    done = _run(STRIKES.replace("COMMAND", repr(command)))
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
     assert not os.listdir(tmp_path)
 
