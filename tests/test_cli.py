@@ -317,7 +317,7 @@ def test_a_misspelt_task_is_refused_by_print_config_and_not_said_to_have_setting
         (KeyboardInterrupt, 130),
     ],
 )
-def test_a_run_that_fails_says_what_is_saved_and_how_to_go_on(
+def test_a_run_that_fails_says_what_is_saved_and_how_to_resume(
     raised, code, tmp_path, monkeypatch, capsys
 ):
     def fail(run: Run) -> None:
@@ -358,7 +358,7 @@ def test_an_algorithm_that_is_missing_is_asked_for(capsys):
     assert "The algorithm comes before all flags." in said
 
 
-def test_the_command_to_go_on_can_be_pasted(tmp_path, monkeypatch, capsys):
+def test_the_command_to_resume_can_be_pasted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = ["train", "appo", "--env", "InvertedPendulum-v5", "--frames", "99999999"]
     monkeypatch.setattr(APPOTrainer, "_learn", lambda *_: os.kill(os.getpid(), signal.SIGINT))

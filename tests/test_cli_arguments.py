@@ -174,7 +174,7 @@ def test_an_error_is_laid_to_the_backend_of_mujoco_only_where_it_kept_it_from_it
     ("error", "saved"),
     [(OSError("full"), None), (ConfigError("taken"), 2048), (OSError("full"), 0)],
 )
-def test_how_to_go_on_is_not_said_where_nothing_is_saved_or_the_run_was_refused(
+def test_how_to_continue_is_not_said_where_nothing_is_saved_or_the_run_was_refused(
     error, saved, tmp_path, monkeypatch, capsys
 ):
     if saved is not None:

@@ -242,7 +242,7 @@ def _drain_slowly(collector: APPOCollector, batches: Iterator[TensorDictBase]) -
         next(batches)
 
 
-def test_a_killed_worker_surfaces_while_others_go_on_and_all_ends(free):
+def test_a_killed_worker_surfaces_while_others_continue_and_all_ends(free):
     pids, batches = free.pids, iter(free)
     next(batches)
     began = time.monotonic()
@@ -264,7 +264,7 @@ def test_what_is_left_of_a_collector_goes_with_it():
 
 
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps, cloudpickle.dumps])
-def test_a_collector_is_neither_copied_nor_pickled_and_goes_on(take, inline):
+def test_a_collector_is_neither_copied_nor_pickled_and_continues(take, inline):
     with pytest.raises(UsageError, match=r"cannot copy or pickle APPOCollector: .* state_dict\(\)"):
         take(inline)
     gc.collect()  # what was left of a copy ended the workers

@@ -53,7 +53,7 @@ def test_the_processor_may_be_named_as_the_place_of_all_that_is_collected(cpu):
     assert (collected(**places) == collected()).all()
 
 
-def test_workers_explore_as_the_collector_is_told():
+def test_workers_explore_by_the_collectors_exploration_type():
     settings = {"frames_per_batch": FRAMES, "inline": True}
     for kind in (ExplorationType.DETERMINISTIC, ExplorationType.RANDOM, None):  # as TorchRL's
         with APPOCollector(CountingEnv, actor(), exploration_type=kind, **settings) as collector:
@@ -208,7 +208,7 @@ def test_a_collector_without_end_is_true():
 
 
 @pytest.mark.parametrize("close", [True, False])
-def test_an_inline_collector_closes_what_it_made_unless_told_to_leave_the_one_in_use(close):
+def test_an_inline_collector_closes_what_it_made_unless_close_env_is_false(close):
     made: list[CountingEnv] = []
 
     def make_env() -> CountingEnv:
@@ -236,7 +236,7 @@ def _inline(envs: int = 2, **settings: Any) -> APPOCollector:
     )
 
 
-def test_a_scheme_that_a_collector_publishes_by_is_refused_and_goes_on():
+def test_a_scheme_that_a_collector_publishes_by_is_refused_and_continues():
     scheme = UniLabShmScheme()
     with _inline(weight_sync_schemes={"policy": scheme}) as collector:
         with pytest.raises(UsageError, match="another collector publishes by"):
@@ -296,7 +296,7 @@ def test_hooks_that_would_never_be_called_are_refused():
             collector.enable_profile()
 
 
-def test_a_seed_below_0_is_refused_and_the_collector_goes_on():
+def test_a_seed_below_0_is_refused_and_the_collector_continues():
     with pytest.raises(ConfigError, match="seed: -1"):
         _inline(seed=-1)
     with _inline(seed=0) as collector:

@@ -97,7 +97,7 @@ def test_lockstep_is_repeatable_bit_for_bit_and_equal_to_the_serial_collector(pa
     assert not (once[0]["observation"] == once[1]["observation"])[..., 0].any()
 
 
-def test_an_iteration_that_was_broken_off_within_a_round_goes_on(pair):
+def test_an_iteration_that_was_broken_off_within_a_round_continues(pair):
     pair.set_seed(3)
     order = [writer_of(rollout) for rollout, _ in zip(pair, range(3), strict=False)]
     order += [writer_of(rollout) for rollout, _ in zip(pair, range(4), strict=False)]

@@ -108,7 +108,7 @@ def test_before_the_first_episode_there_is_no_mean():
     latest.close()
 
 
-def test_what_workers_told_is_summed_up_and_the_last_word_counts():
+def test_metrics_of_workers_are_summed_and_the_newest_count():
     latest = SharedMetrics(2)
     latest.publish(0, 10, 0, _log([9.0], terminated=False), _clock(1, 1, 1, 1))
     latest.publish(0, 40, 0, _log([1.0, 2.0], terminated=False), _clock(2, 1, 0.5, 0))
@@ -217,7 +217,7 @@ def _put_for_ever(pipe: Connection, latest: SharedMetrics) -> None:
     pipe.send(count)
 
 
-def test_a_reader_sees_whole_words_of_a_worker_that_waits_for_nobody():
+def test_a_reader_sees_whole_words_of_a_worker_that_never_waits():
     latest = SharedMetrics(1)
     with spawned(_put_for_ever, latest) as (_, pipe):
         receive(pipe)

@@ -339,7 +339,7 @@ def test_frames_alone_are_restored_where_the_workers_states_were_lost():
     collector.shutdown()
 
 
-def test_metrics_go_on_from_a_state_that_was_loaded():
+def test_metrics_continue_from_a_state_that_was_loaded():
     with _collector(inline=True) as saved:
         _ticks(saved, 4)
         state, before = saved.state_dict(), saved.metrics()
@@ -352,7 +352,7 @@ def test_metrics_go_on_from_a_state_that_was_loaded():
 @pytest.mark.parametrize(
     "workers", [{"inline": True}, {"num_collectors": 2, "lockstep": True}], ids=["one", "two"]
 )
-def test_frames_per_second_and_trajectories_go_on_where_the_workers_states_were_lost(workers):
+def test_frames_per_second_and_trajectories_continue_where_the_workers_states_were_lost(workers):
     workers["frames_per_batch"] = ENVS * workers.get("num_collectors", 1)
     with _collector(**workers) as lost:
         _ticks(lost, 4)

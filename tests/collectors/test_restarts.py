@@ -80,7 +80,7 @@ def _end(collector: APPOCollector | ReplayCollector, *workers: int) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_free_running_collector_goes_on_with_a_worker_in_place_of_one_it_lost(
+def test_a_free_running_collector_continues_with_a_worker_in_place_of_one_it_lost(
     fault, opened, tmp_path
 ):
     collector = _appo(opened, _hit(tmp_path, fault), slots=4)
@@ -180,7 +180,7 @@ def test_a_tick_that_was_done_and_not_heard_of_is_not_taken_again(opened, tmp_pa
     assert collector.storage.ptr == collector.metrics().frames == 3 * 2 * FRAMES
 
 
-def test_two_workers_lost_at_once_are_two_losses_and_each_is_told_of(opened, monkeypatch):
+def test_two_workers_lost_at_once_are_two_losses_and_each_is_reported(opened, monkeypatch):
     monkeypatch.setattr(team.torchrl_logger, "warning", warned := Mock())
     collector = _appo(opened, [CountingEnv] * 2, restart_workers=2)
     batches = iter(collector)
@@ -246,7 +246,7 @@ def test_an_error_of_starting_a_worker_is_the_one_that_surfaces_and_all_end(open
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_an_interrupt_while_a_worker_is_replaced_leaves_a_collector_that_goes_on(
+def test_an_interrupt_while_a_worker_is_replaced_leaves_a_collector_that_continues(
     opened, monkeypatch
 ):
     collector = _replay(opened, [CountingEnv] * 2, restart_workers=3)
@@ -369,7 +369,7 @@ def test_a_worker_that_is_late_and_lives_on_is_not_replaced(opened, tmp_path):
     assert collector.restarts == 0
 
 
-def test_a_replacement_goes_on_after_random_actions_and_does_not_repeat_them(opened):
+def test_a_replacement_continues_after_random_actions_and_does_not_repeat_them(opened):
     collector = _replay(opened, [CountingEnv], init_random_frames=2 * FRAMES)
     batches = iter(collector)
     next(batches)

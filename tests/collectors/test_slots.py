@@ -44,7 +44,7 @@ def test_a_tick_without_room_is_an_error_and_is_taken_when_there_is_some(inline,
     assert next(iter(inline)).numel() == FRAMES
 
 
-def test_workers_pause_once_all_frames_have_come_and_go_on_for_more():
+def test_workers_pause_once_all_frames_have_come_and_continue_for_more():
     settings = {"overflow": "overwrite", "total_frames": 2 * FRAMES}
     with appo_collector(make_policy(0.0), **settings) as collector:
         assert len(list(collector)) == 2

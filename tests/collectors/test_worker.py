@@ -135,7 +135,7 @@ def test_a_seed_repeats_noise_that_follows_the_step_before_whatever_the_policy_d
     assert torch.equal(first, other)
 
 
-def test_trajectories_go_on_over_rollouts_and_are_unique_over_workers():
+def test_trajectories_continue_over_rollouts_and_are_unique_over_workers():
     seen = {}
     for number in range(2):
         worker = RolloutWorker(CountingEnv((3,)), actor(), 4, worker=number, workers=2)
@@ -284,7 +284,7 @@ class Halved(TensorDictModuleBase):
             self.factor.data.copy_(snapshot)
 
 
-def test_a_worker_of_mujoco_goes_on_in_the_midst_of_episodes_bit_for_bit(tmp_path):
+def test_a_worker_of_mujoco_continues_in_the_midst_of_episodes_bit_for_bit(tmp_path):
     def worker() -> RolloutWorker:
         env = MujocoBatchEnv("InvertedPendulum-v5", 3, num_threads=1)
         noise = PerEnvNoise(-3.0, 3.0, std_min=0.5, std_max=2.0, init_key=None)

@@ -105,7 +105,7 @@ def test_a_collector_that_fails_leaves_no_mailbox(cluster):
     assert list_named_actors() == []
 
 
-def test_a_second_ray_collector_is_refused_and_the_first_goes_on(cluster):
+def test_a_second_ray_collector_is_refused_and_the_first_continues(cluster):
     scheme = UniLabRayScheme()
     collector = ray_collector(**followed(scheme))
     try:

@@ -298,7 +298,7 @@ def test_a_scheme_without_a_ray_collector_or_its_policy_is_refused(given):
         UniLabRayScheme().init_on_sender(model_id="policy", **given)
 
 
-def test_a_second_collector_is_refused_and_the_first_goes_on(learner, node):
+def test_a_second_collector_is_refused_and_the_first_continues(learner, node):
     scheme, _ = learner
     scheme.connect()
     other = {"model": torch.nn.Linear(2, 2), "remote_collectors": [None] * 2}
@@ -311,7 +311,7 @@ def test_a_second_collector_is_refused_and_the_first_goes_on(learner, node):
     scheme.wait_applied()
 
 
-def test_a_scheme_that_nobody_holds_leaves_no_mailbox_and_no_thread():
+def test_a_scheme_without_references_leaves_no_mailbox_and_no_thread():
     from ray.util import list_named_actors
 
     before = {*threading.enumerate()}

@@ -52,7 +52,7 @@ def test_a_restored_environment_counts_divergences_from_then_and_has_no_other_st
     assert (env.num_diverged, env.info) == (0, {})
 
 
-def test_rows_that_go_on_after_a_restore_show_the_reward_terms_of_their_last_step() -> None:
+def test_rows_that_continue_after_a_restore_show_the_reward_terms_of_their_last_step() -> None:
     one, other = (make("Ant-v5", with_reward_terms=True) for _ in range(2))
     root = play(one, 3)[1]
     mask = torch.tensor([[True], [False], [False]])

@@ -65,7 +65,7 @@ RESTORED = {
 
 
 @pytest.mark.parametrize(("task", "settings"), RESTORED.values(), ids=RESTORED)
-def test_a_restored_environment_goes_on_bit_for_bit_over_the_ends_of_episodes(task, settings):
+def test_a_restored_environment_continues_bit_for_bit_over_the_ends_of_episodes(task, settings):
     one, other = (make(task, seed, with_reward_terms=True, **settings) for seed in (0, 9))
     play(other, 5)
     assert assert_continues(one, other, 3, 45)["next", "done"].any()
@@ -99,7 +99,7 @@ def test_partial_steps_after_loading_move_only_their_rows():
         assert torch.equal(expected["reward"][rows], found["reward"][rows])
 
 
-def test_delays_go_on_with_what_went_in():
+def test_delays_continue_with_what_went_in():
     one, other = (
         TransformedEnv(
             make("Hopper-v5", seed), Compose(ObservationDelay((0, 3)), ActionDelay((1, 2)))
@@ -425,7 +425,7 @@ def test_episodes_that_start_from_given_states_have_commands_and_models_of_their
         assert (masses[0] != masses[1]).any(1).all()
 
 
-def test_a_longer_time_limit_than_that_of_a_snapshot_goes_on():
+def test_a_longer_time_limit_than_that_of_a_snapshot_continues():
     with (
         contextlib.closing(make("Hopper-v5", 0, max_episode_steps=5)) as one,
         contextlib.closing(make("Hopper-v5", 0, max_episode_steps=500)) as other,

@@ -114,7 +114,7 @@ def test_an_environment_stops_the_clock_and_mujoco_starts_it_again() -> None:
     assert seconds_timed() > 0.0
 
 
-def test_a_clock_of_the_callers_own_goes_on() -> None:
+def test_a_clock_set_by_the_caller_stays() -> None:
     ticks = iter(range(1_000_000))
     clock = lambda: float(next(ticks))  # noqa: E731
     mujoco.set_mjcb_time(clock)
@@ -124,7 +124,7 @@ def test_a_clock_of_the_callers_own_goes_on() -> None:
 
 
 @pytest.mark.parametrize("library", ["nowhere.so", _ctypes.__file__])
-def test_where_the_variable_cannot_be_found_the_clock_goes_on(
+def test_where_the_variable_cannot_be_found_the_clock_stays_on(
     monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     monkeypatch.setattr(mujoco._callbacks, "__file__", library)

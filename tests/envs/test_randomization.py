@@ -441,7 +441,7 @@ def test_what_the_model_has_not_is_refused_and_nothing_is_expanded(
             make(other)
 
 
-def test_what_one_column_may_lose_is_told_from_what_the_others_have() -> None:
+def test_what_a_column_may_lose_is_checked_for_that_column_alone() -> None:
     torso = mujoco.mj_name2id(MODEL, mujoco.mjtObj.mjOBJ_BODY, "torso")
     inertia = MODEL.body_inertia[torso]
     loss = inertia.mean()

@@ -42,7 +42,7 @@ def test_an_unknown_option_is_refused_and_the_known_ones_are_listed(name: str, o
         make_task(name, **{option: 1.0})
 
 
-def test_a_model_in_place_of_a_task_is_told_from_one() -> None:
+def test_a_model_in_place_of_a_task_is_recognised() -> None:
     with pytest.raises(ConfigError, match=r"'robot\.xml' is a model .* Derive one from RobotTask"):
         make_task("robot.xml")
 

@@ -307,7 +307,7 @@ def test_steps_load_no_opengl() -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-def test_without_opengl_an_error_names_what_is_missing_and_steps_go_on(
+def test_without_opengl_an_error_names_what_is_missing_and_steps_continue(
     tmp_path: Path, monkeypatch
 ) -> None:
     for library in ("libEGL.so.1", "libEGL.so", "libOSMesa.so", "libOSMesa.so.8"):

@@ -126,7 +126,7 @@ def test_the_checkpoint_before_stays_whole_and_nothing_half_written_beside_it(ou
     assert outcome["frames"] == INTERVAL
 
 
-def test_with_room_again_the_run_goes_on_from_there(outcome):
+def test_with_room_again_the_run_continues_from_there(outcome):
     assert outcome["resumed"] == (FRAMES, [INTERVAL])
 
 

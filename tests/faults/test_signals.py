@@ -23,7 +23,7 @@ def _marks(cell: Cell) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("cell", [pytest.param(c, id=str(c), marks=_marks(c)) for c in CELLS])
-def test_a_run_that_is_hit_goes_on_or_says_why_not_at_once_and_leaves_nothing(cell, tmp_path):
+def test_a_run_that_is_hit_continues_or_says_why_not_at_once_and_leaves_nothing(cell, tmp_path):
     outcome = outcome_of(cell, tmp_path)
     assert promised(cell, outcome), outcome
 

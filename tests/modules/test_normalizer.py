@@ -86,7 +86,7 @@ def test_integers_are_normalised_as_numbers_of_the_default_dtype(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_statistics_of_a_network_of_another_dtype_go_on(dtype):
+def test_statistics_of_a_network_of_another_dtype_continue(dtype):
     network = nn.Sequential(ObservationNormalizer(1), nn.Linear(1, 1)).to(dtype)
     normalizer, exact = network[0], ObservationNormalizer(1)
     for _ in range(300):

@@ -125,7 +125,7 @@ def test_what_was_sent_before_the_end_was_closed_is_taken_first(
 
 
 @pytest.mark.parametrize("to_send", [False, True])
-def test_a_wait_for_nothing_lasts_as_long_as_it_was_told(
+def test_a_wait_for_a_pipe_lasts_for_its_timeout(
     ends: tuple[Connection, Connection], to_send: bool
 ):
     channel = Channel(ends[0])  # which makes it non-blocking

@@ -318,7 +318,7 @@ def test_ranks_that_cannot_be_are_refused(wrong):
 @pytest.mark.parametrize(
     "verb", [lambda ranks: ranks.agree(True), lambda ranks: ranks.check_same({"seed": 1})]
 )
-def test_ranks_that_have_not_joined_are_told_how_to(verb):
+def test_the_error_for_ranks_that_have_not_joined_says_how_to(verb):
     with pytest.raises(UsageError, match=r"rank 1 of 2: not among .* Use it in a with statement"):
         verb(Ranks(1, 2))
 

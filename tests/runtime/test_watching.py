@@ -89,7 +89,7 @@ def test_a_request_without_a_deadline_waits_for_room_in_the_pipe(pair, monkeypat
     assert pair.ask(0, bytes(LARGE), timeout=None) == LARGE
 
 
-def test_the_last_words_of_a_worker_are_found_behind_answers_that_nobody_read(pair):
+def test_the_last_words_of_a_worker_are_found_behind_unread_answers(pair):
     pair.send(0, 100_000)  # less than the pipe holds, and more than one reading takes
     pair.send(0, "no such thing")
     assert wait_readable([pair._workers[0].process.sentinel], DEADLINE)
@@ -101,7 +101,7 @@ def _leave(link: Link) -> None:
     os._exit(3)
 
 
-def test_a_script_that_is_no_file_is_told_that_workers_import_it(monkeypatch):
+def test_the_error_for_a_script_that_is_no_file_says_that_workers_import_it(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/gone/script.py", raising=False)
     with pytest.raises(WorkerError, match=r"no file /gone/script\.py: write it to a file"):
         WorkerGroup(_leave, [()], name="server")
@@ -125,7 +125,7 @@ def _leave_with(link: Link, words: str) -> None:
         raise
 
 
-def test_of_workers_that_are_told_to_end_those_speak_that_fail_in_that(monkeypatch, capfd):
+def test_a_worker_that_fails_while_it_ends_is_reported(monkeypatch, capfd):
     monkeypatch.setattr(mp, "get_start_method", lambda: "spawn")  # for the stderr of this test
     WorkerGroup(_leave_with, [("",), ("no such thing",)]).stop(DEADLINE)
     said = capfd.readouterr().err

@@ -161,7 +161,7 @@ def test_a_worker_that_there_is_not_is_refused_by_its_index(group, index):
         group.ask(index, "any")
 
 
-def test_workers_that_are_told_to_end_do_so_by_themselves(monkeypatch):
+def test_workers_that_are_asked_to_end_do_so_by_themselves(monkeypatch):
     group = _group(2)
     pids = group.pids
     monkeypatch.setattr(mp.process.BaseProcess, "kill", pytest.fail)
@@ -217,7 +217,7 @@ def test_a_worker_that_raises_while_it_starts_surfaces_though_another_is_not_rea
     assert set(live_children()) == before
 
 
-def test_a_setting_that_a_worker_refuses_is_told_in_its_own_words_alone():
+def test_a_setting_that_a_worker_refuses_is_reported_in_its_own_words_alone():
     message = r"server 0, process \d+, failed:\nConfigError: no such setting\n\(expected it"
     with pytest.raises(WorkerError, match=message):
         WorkerGroup(_refuse_at_start, [()], name="server")
@@ -234,7 +234,7 @@ def test_a_worker_that_ends_before_it_is_ready_reminds_of_the_main_guard():
         WorkerGroup(_leave_at_start, [()], name="server")
 
 
-def test_a_script_without_its_main_guard_is_told_so_however_much_its_workers_get(tmp_path):
+def test_the_error_for_a_script_without_main_guard_says_so_whatever_the_payload(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "from torchrl_unilab.runtime import WorkerGroup\n"
@@ -295,7 +295,7 @@ def test_of_several_workers_each_is_named_by_what_it_failed_with_itself():
             assert raised.value.worker == number
 
 
-def test_a_worker_that_goes_on_after_it_was_stopped_is_at_work_again(lone):
+def test_a_worker_that_continues_after_it_was_stopped_is_at_work_again(lone):
     os.kill(lone.pids[0], signal.SIGSTOP)
     assert "was stopped" in str(_within(PROMPT, lambda: lone.ask(0, "double", 1)))
     os.kill(lone.pids[0], signal.SIGCONT)
@@ -315,7 +315,7 @@ def test_a_worker_whose_exit_code_has_been_read_is_dead_whatever_its_sentinel_sa
         os.close(end)
 
 
-def test_an_answer_that_nobody_waited_for_is_not_taken_for_a_later_one(group):
+def test_an_unread_answer_is_not_taken_for_that_of_a_later_request(group):
     group.send(0, "double", 1)
     group.send(0, "double", 2)
     assert group.ask(0, "double", 21) == 42
@@ -434,7 +434,7 @@ def test_a_large_request_and_a_large_answer_may_cross(group):
     assert group.receive(0, DEADLINE) == LARGE
 
 
-def test_a_worker_that_failed_is_replaced_while_the_others_go_on():
+def test_a_worker_that_failed_is_replaced_while_the_others_continue():
     with _group(2) as group:
         first = group.pids
         group.send(0, "double", 8)

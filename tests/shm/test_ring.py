@@ -377,7 +377,7 @@ def test_a_forked_child_that_closes_leaves_its_parents_ring_as_it_is():
         assert write(ring, timeout=0)
 
 
-def test_a_close_that_was_interrupted_goes_on(monkeypatch):
+def test_an_interrupted_close_can_be_finished(monkeypatch):
     ring, calls = make_ring(slots=2), []
     segment = ring._segment  # not those of rings that are deleted meanwhile
     close = segment.close

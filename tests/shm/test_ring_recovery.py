@@ -272,7 +272,7 @@ def test_a_writer_that_waits_learns_that_the_reader_is_gone(how):
                 claimed.result(DEADLINE)
 
 
-def test_a_ring_whose_creator_has_closed_it_goes_on_once_another_process_reads():
+def test_a_ring_whose_creator_has_closed_it_continues_once_another_process_reads():
     with (
         make_ring(slots=1, overflow="block") as ring,
         spawned(write_until_refused, ring) as (_, one),

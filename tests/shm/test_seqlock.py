@@ -343,7 +343,7 @@ def test_no_read_is_torn_under_continuous_publishing(slots):
 
 
 @pytest.mark.parametrize("slots", [2, 3])
-def test_a_reader_that_is_lapped_in_mid_copy_is_told_so(slots, monkeypatch):
+def test_a_reader_that_is_lapped_in_mid_copy_raises(slots, monkeypatch):
     with make_cell(slots=slots) as cell, spawned(publish_until_told, cell) as (_, pipe):
         receive(pipe)
         torn: list[bool] = []

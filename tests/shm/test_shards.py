@@ -64,7 +64,7 @@ def test_rows_are_in_order_once_none_of_larger_steps_is_left():
         assert not several.in_order(several.window())
 
 
-def test_numbers_go_on_across_clears_and_from_a_checkpoints_origin():
+def test_numbers_continue_across_clears_and_from_a_checkpoints_origin():
     with make_rows() as rows:
         for shard_rows in (4, 8):
             put(rows, 3)
@@ -136,7 +136,7 @@ def test_rows_of_all_shards_are_replaced_at_once_and_each_has_its_own_origin_and
         assert rows.steps() == ((0, 1), (1, 2))
 
 
-def test_torn_rows_become_the_newest_whole_one_and_their_positions_are_told():
+def test_torn_rows_become_the_newest_whole_one_and_their_positions_are_passed_on():
     with make_rows(shards=2) as rows:
         put(rows, 4, 1)
         told = []

@@ -146,7 +146,7 @@ def test_a_batch_of_any_number_of_dimensions_is_taken_in():
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_collector_that_acts_by_another_policy_is_told_in_the_log(same, monkeypatch):
+def test_a_collector_that_acts_by_another_policy_is_logged(same, monkeypatch):
     told: list[str] = []
     monkeypatch.setattr(base.torchrl_logger, "warning", lambda text, *of: told.append(text % of))
     loss = appo_loss(APPOConfig(**QUICK), ObservationNormalizer(4))
@@ -377,7 +377,7 @@ def test_a_further_loss_of_a_subclass_is_learnt_by_from_the_keys_that_it_reads()
     trainer.collector.shutdown()
 
 
-def test_a_key_that_a_subclass_reads_and_nobody_collects_is_named():
+def test_a_key_that_a_subclass_reads_and_no_collector_writes_is_named():
     trainer, (batch,) = _auxiliary_trainer(), pendulum_rollouts(1)
     with (
         trainer.collector,

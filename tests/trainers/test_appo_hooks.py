@@ -174,7 +174,7 @@ def test_of_two_trainers_of_one_loss_the_first_is_refused(seeing):
     other.optim_steps(batch)
 
 
-def test_a_trainer_goes_on_bit_for_bit_from_a_file_that_torch_load_takes_by_default(tmp_path):
+def test_a_trainer_continues_bit_for_bit_from_a_file_that_torch_load_takes_by_default(tmp_path):
     def save() -> None:
         if one.collected_frames == 2 * FRAMES:
             torch.save((one.state_dict(), torch.get_rng_state()), tmp_path / "trainer.pt")

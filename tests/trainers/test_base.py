@@ -98,7 +98,7 @@ def test_each_setting_that_stands_for_an_argument_exists(kind):
         (OffPolicyConfig(), "gradients are not clipped"),
     ],
 )
-def test_who_would_clip_gradients_is_told_what_the_algorithm_does(config, remedy):
+def test_the_error_for_gradient_clipping_says_what_the_algorithm_does(config, remedy):
     with pytest.raises(ConfigError, match=rf"Leave out clip_norm \({remedy}\)\.$"):
         check_arguments({"clip_norm": 0.5}, config, type(config))
 

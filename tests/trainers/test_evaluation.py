@@ -122,7 +122,7 @@ def test_what_becomes_due_during_an_evaluation_is_left_out(evaluation):
     assert [one.frames for one in background.evaluations] == [100, 300]
 
 
-def test_a_restored_evaluation_goes_on_and_asks_again_for_what_had_not_ended(evaluation):
+def test_a_restored_evaluation_continues_and_repeats_what_had_not_ended(evaluation):
     background, trainer = evaluation
     trainer.register_module.assert_called_once_with("evaluation", background)
     _collect(background, trainer, 150)

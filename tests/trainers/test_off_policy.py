@@ -349,7 +349,7 @@ def test_the_normaliser_counts_each_row_once_though_rows_are_drawn_often():
     torch.testing.assert_close(normalizer.variance, seen.var(0, correction=0))
 
 
-def test_a_trainer_that_goes_on_with_an_empty_replay_counts_its_first_rows_too():
+def test_a_trainer_that_continues_with_an_empty_replay_counts_its_first_rows_too():
     seen = {"critic_observation": "state", "obs_normalization": True}  # by a normaliser for each
     before, states = off_policy_trainer(20, flat_state_env, **seen), []
     before.register_op("post_steps", lambda: states.append(before.state_dict()))

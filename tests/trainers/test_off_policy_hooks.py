@@ -259,7 +259,7 @@ def _interrupt(at: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_training_goes_on_after_an_interrupt_in_mid_update(prefetch):
+def test_training_continues_after_an_interrupt_in_mid_update(prefetch):
     trainer = off_policy_trainer(20, prefetch=prefetch)
     trainer.register_op("post_optim", _interrupt(at=3))
     with trainer.collector:

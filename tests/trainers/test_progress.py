@@ -28,7 +28,7 @@ def test_what_a_script_puts_in_place_of_standard_error_is_no_terminal(stream, mo
     assert not can_draw()
 
 
-def test_a_line_is_told_every_so_many_seconds():
+def test_a_line_is_logged_every_so_many_seconds():
     trainer, told = _trainer(), []
     log_progress(trainer, told.append, every=10.0)
     for seconds, frames, mean in [

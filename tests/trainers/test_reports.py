@@ -55,7 +55,7 @@ def test_batches_without_trajectory_ids_are_refused():
         EpisodeReturns()(_batch([[0]], [[1]], [[True]]).exclude(("collector", "traj_ids")))
 
 
-def test_two_episodes_of_one_environment_in_one_batch_are_told_apart():
+def test_two_episodes_of_one_environment_in_one_batch_are_distinct():
     returns = EpisodeReturns()
     returns(_batch([[0, 0, 1]], [[1, 2, 4]], [[False, True, True]]))
     assert sorted(returns.finished) == [3.0, 4.0]
@@ -197,7 +197,7 @@ def test_a_lag_that_comes_and_goes_is_not_warned_of():
         _lags([0, 1, 2, 1, 2, 3, 3, 4])
 
 
-def test_a_restored_curve_goes_on_with_its_points_its_clock_and_open_episodes():
+def test_a_restored_curve_continues_with_its_points_its_clock_and_open_episodes():
     hook, restored = EpisodeReturns(window=2), EpisodeReturns(window=2)
     hook.start()
     hook(_batch([[0, 0], [1, 1]], [[1, 2], [5, 6]], [[False, True], [False, False]]))

@@ -218,7 +218,7 @@ def _shared_weights(worker: int, weights: TensorDict) -> TensorDict:
 
 
 @BOTH
-def test_state_seed_and_reset_go_on_working(scheme_cls: SchemeClass):
+def test_state_seed_and_reset_continue_working(scheme_cls: SchemeClass):
     policy = make_policy(LEARNER)
     schemes = {"policy": scheme_cls()}
     with collecting(MultiSyncCollector, [StillEnv], policy, weight_sync_schemes=schemes) as c:

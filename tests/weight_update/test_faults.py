@@ -50,7 +50,7 @@ def _within(seconds: float, call) -> bool:
 @pytest.mark.parametrize(
     ("fault", "state"), [("SIGKILL", "dead"), ("SIGSTOP", "stopped by a signal")]
 )
-def test_publishing_goes_on_without_a_lost_worker_which_is_named(fault, state):
+def test_publishing_continues_without_a_lost_worker_which_is_named(fault, state):
     policy = make_policy(0.25)
     scheme = UniLabShmScheme()
     collector = _collector(policy, scheme)
@@ -88,7 +88,7 @@ def test_unlike_ours_the_stock_scheme_waits_for_ever_for_a_killed_worker():
         _end(collector)
 
 
-def test_a_stopped_worker_takes_the_newest_version_when_it_goes_on():
+def test_a_stopped_worker_takes_the_newest_version_once_it_continues():
     policy = make_policy(0.25)
     scheme = UniLabShmScheme()
     collector = _collector(policy, scheme, workers=1)

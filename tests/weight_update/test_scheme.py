@@ -79,7 +79,7 @@ def test_a_node_with_sub_collectors_hands_the_weights_on(make_sender):
 
 
 @pytest.mark.filterwarnings("ignore:The env passed to Collector is missing:FutureWarning")
-def test_a_single_process_collector_publishes_to_whoever_attaches(make_receiver):
+def test_a_single_process_collector_publishes_to_each_that_attaches(make_receiver):
     policy = make_policy(0.25)
     scheme, acting = UniLabShmScheme(), make_policy()
     schemes = {"policy": scheme}
@@ -121,7 +121,7 @@ def test_a_single_process_collector_acts_with_each_version_at_once():
 
 
 @pytest.mark.parametrize("timeout", [0.01, float("nan")])
-def test_publishing_waits_for_nobody(timeout, make_sender):
+def test_publishing_never_waits(timeout, make_sender):
     scheme = make_sender(model=make_policy(), devices=[CPU] * 3)
     for _ in range(1000):
         scheme.send()
@@ -276,7 +276,7 @@ def test_sparse_weights_are_refused_by_their_keys_before_anything_is_allocated(g
     allocate.assert_not_called()
 
 
-def test_versions_go_on_from_the_first_on_both_sides(pair):
+def test_versions_continue_from_the_first_on_both_sides(pair):
     policy = make_policy(0.5)
     sender, receiver = pair(policy, make_policy(-1.0), first_version=40)
     assert (sender.version, receiver.applied_version, sender.applied_versions) == (40, 40, {0: 40})

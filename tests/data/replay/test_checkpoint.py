@@ -315,7 +315,7 @@ def _numbered(first: int, count: int) -> TensorDict:
 @pytest.mark.parametrize("written", [8, 11, 16])
 @pytest.mark.parametrize("kind", [None, PackedReplayWriter])
 @pytest.mark.parametrize("way", ["file", "state"])
-def test_rows_go_on_where_the_buffer_of_a_stock_checkpoint_would(tmp_path, written, kind, way):
+def test_rows_continue_where_the_buffer_of_a_stock_checkpoint_would(tmp_path, written, kind, way):
     stock = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
     for first in range(0, written, 4):
         stock.extend(_numbered(first, min(4, written - first)))
@@ -345,7 +345,7 @@ def test_what_was_saved_last_to_a_folder_is_loaded_also_of_stock_storages(tmp_pa
             assert other[:]["x"].tolist()[:4] == [first, first + 1, first + 2, first + 3]
 
 
-def test_no_row_that_a_killed_process_left_torn_is_shown_by_the_next_that_goes_on_after_it():
+def test_no_row_that_a_killed_process_left_torn_is_shown_by_the_next_that_continues_after_it():
     with PackedReplayStorage(8, example=EXAMPLE) as storage:
         storage.append(stamped(torch.arange(8)))
 

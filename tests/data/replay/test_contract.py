@@ -135,7 +135,7 @@ BAD = {
 
 @pytest.mark.parametrize("make", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-def test_rows_go_on_where_refused_ones_would_have_been(make, bad):
+def test_rows_continue_where_refused_ones_would_have_been(make, bad):
     buffer = make(storage=PackedReplayStorage(50), batch_size=16)
     for block in episodes(70).split(10):
         before = buffer[:].clone() if len(buffer) else None

@@ -128,7 +128,7 @@ def test_three_steps_by_hand():
     assert got["next", "original_reward"].flatten().tolist() == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
-def test_n_steps_stop_at_the_write_head_and_go_on_once_there_is_more():
+def test_n_steps_stop_at_the_write_head_and_continue_once_there_is_more():
     rows = steps(1, 5, seed=1)
     with PackedReplayStorage(10, n_step=3) as storage:
         taken = []
@@ -178,7 +178,7 @@ def test_a_chance_match_does_not_make_a_trajectory_of_a_step():
     assert rewards == [2, 20, 200, 2000] * 2 + [1, 10, 100, 1000]
 
 
-def test_a_trajectory_goes_on_after_rows_of_which_one_ended_another():
+def test_a_trajectory_continues_after_rows_of_which_one_ended_another():
     rows = [walk(1, t) for t in range(6)]
     rows[2]["next", "done"].fill_(True)
     rows[3]["observation"] += 50.0
@@ -352,7 +352,7 @@ def test_returns_continue_over_a_checkpoint(envs, before, after, capacity, episo
         assert same(get_all(resumed), get_all(whole))
 
 
-def test_rows_of_a_storage_that_was_emptied_go_on_over_a_checkpoint_and_stop_at_an_end():
+def test_rows_of_a_storage_that_was_emptied_continue_over_a_checkpoint_and_stop_at_an_end():
     rows = [chained(0, 1, t, 4) for t in range(8)]
     kind = {"n_step": 3, "gamma": 1.0}
     with PackedReplayStorage(20, **kind) as storage, PackedReplayStorage(20, **kind) as resumed:

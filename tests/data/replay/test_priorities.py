@@ -423,7 +423,7 @@ def test_more_rows_than_fit_get_the_highest_priority_that_was_there(writer, stor
 
 
 @pytest.mark.parametrize("writer", [PackedReplayWriter, RoundRobinWriter])
-def test_rows_of_a_stock_checkpoint_are_not_new_when_its_writer_goes_on(writer, storage):
+def test_rows_of_a_stock_checkpoint_are_not_new_when_its_writer_continues(writer, storage):
     stock = prioritized_buffer(LazyTensorStorage(CAPACITY), writer=RoundRobinWriter())
     for _ in range(2):
         stock.extend(numbered_rows(CAPACITY - 3))

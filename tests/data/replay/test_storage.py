@@ -397,7 +397,7 @@ def test_rows_are_added_beside_a_buffer_unless_its_writer_numbers_them(writer):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_after_rows_that_were_refused_a_stock_writer_goes_on(full):
+def test_after_rows_that_were_refused_a_stock_writer_continues(full):
     with PackedReplayStorage(8) as storage:
         buffer = ReplayBuffer(storage=storage, batch_size=4)
         buffer.extend(transitions(8 if full else 2))

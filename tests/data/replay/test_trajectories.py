@@ -37,7 +37,7 @@ def test_a_row_follows_none_of_which_one_number_differs_or_one_agent_is_done(cha
     assert _steps(("add", _still(1, **change)), ("add", _still(1))) == [1, 1]
 
 
-def test_rows_are_a_step_if_one_environment_goes_on_though_another_was_done():
+def test_rows_are_a_step_if_one_environment_continues_though_another_was_done():
     done = torch.tensor([[True, True], [False, False]])
     assert _steps(("add", _still(2, done=done)), ("append", _still(2))) == [1, 2, 1, 1]
 

@@ -40,7 +40,9 @@ def test_an_iteration_whose_sampler_waits_ends_by_its_timeout_alone(storage):
 
 
 @pytest.mark.parametrize(("settings", "count"), [({}, 0), ({"empty_write_count": False}, 2)])
-def test_an_emptied_buffer_has_not_run_out_and_keeps_its_count_if_told_to(storage, settings, count):
+def test_an_emptied_buffer_has_not_run_out_and_keeps_its_count_if_asked_to(
+    storage, settings, count
+):
     buffer = RolloutReplayBuffer(storage=storage, batch_size=1)
     buffer.extend(stack(1, 2))
     assert len([*buffer]) == 2

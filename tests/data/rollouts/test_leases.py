@@ -51,7 +51,7 @@ def test_rollouts_held_unread_are_acquired_in_the_order_in_which_they_came(stora
     assert [*map(int, (rollout["action"].max() for rollout in acquired))] == [1, 2, 3]
 
 
-def test_a_claim_waits_as_long_as_it_is_told_and_else_as_long_as_the_storage(storage, monkeypatch):
+def test_the_timeout_of_a_claim_overrides_the_storages(storage, monkeypatch):
     waited = []
     monkeypatch.setattr(storage.ring, "claim", waited.append)
     for timeout in (0.0, 1.5, None):

@@ -119,7 +119,7 @@ def test_an_empty_pool_has_no_data():
 
 
 @pytest.mark.parametrize("added", [0, 1, 2, 5])
-def test_a_restored_pool_goes_on_with_the_same_rollouts_in_the_same_places(added):
+def test_a_restored_pool_continues_with_the_same_rollouts_in_the_same_places(added):
     pool, other = RolloutPool(3), RolloutPool(3)
     for value in range(added):
         pool.add(_rollout(value))

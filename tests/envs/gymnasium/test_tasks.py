@@ -317,7 +317,7 @@ def test_contact_forces_are_zero_where_no_step_was_made() -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_what_a_step_told_is_left_alone_by_later_steps(name: str) -> None:
+def test_what_a_step_returned_is_not_changed_by_later_steps(name: str) -> None:
     env = batch_env(name, 2, seed=SEED)
     root = env.reset()
     first, *later = random_actions(env, 4, torch.float32)

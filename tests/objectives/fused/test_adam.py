@@ -143,7 +143,7 @@ def test_moments_of_a_silent_unit_end_at_zero_without_denormal_numbers():
     assert moments[0, :2].tolist() == [0.0, 0.0]
 
 
-def test_an_optimizer_that_is_loaded_goes_on_bit_for_bit_with_moments_that_decay():
+def test_an_optimizer_that_is_loaded_continues_bit_for_bit_with_moments_that_decay():
     whole, other = (FlatAdam([nn.Parameter(torch.ones(2))], 1e-2) for _ in range(2))
     whole.grad.copy_(torch.tensor([1e-33, 1.0]))  # of the first the moment becomes 0 on the way
     for i in range(200):

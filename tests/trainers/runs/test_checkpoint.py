@@ -141,7 +141,9 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path):
         (RuntimeError("another one"), False),
     ],
 )
-def test_what_a_disk_refuses_is_told_from_other_errors(tmp_path, monkeypatch, error, is_the_disk_s):
+def test_what_a_disk_refuses_is_distinguished_from_other_errors(
+    tmp_path, monkeypatch, error, is_the_disk_s
+):
     monkeypatch.setattr(Broken, "error", error)
     with pytest.raises(OSError if is_the_disk_s else type(error)) as caught:
         save(tmp_path, 100, broken=Broken(0.0))
@@ -287,7 +289,7 @@ def test_a_save_that_was_interrupted_begins_again_once_where_that_is_asked_for(
     assert save.call_count == 1 + insist
 
 
-def test_a_replay_is_loaded_before_those_who_write_to_it(tmp_path):
+def test_a_replay_is_loaded_before_its_writers(tmp_path):
     loaded = []
     parts = {name: Part(1.0) for name in ("collector", "replay", "writers")}
     save(tmp_path, 100, **parts)

@@ -225,7 +225,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks(results):
         assert isinstance(one["huge"], DivergedError), one["huge"]
 
 
-def test_ranks_that_see_different_directories_are_told_so(results):
+def test_ranks_that_see_different_directories_are_refused(results):
     for one in results:
         assert isinstance(one["unshared"], ConfigError), one["unshared"]
         assert f"checkpoint in the run's directory, at frames: [{FRAMES}], []" in str(

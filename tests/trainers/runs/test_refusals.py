@@ -157,7 +157,7 @@ def test_a_batch_that_num_envs_does_not_fill_is_refused_by_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("train", [train_appo, train_off_policy])
-def test_a_setting_in_place_of_an_option_is_told_where_it_goes(train, tmp_path):
+def test_the_error_for_a_setting_in_place_of_an_option_says_where_it_goes(train, tmp_path):
     kind = "APPOConfig" if train is train_appo else "OffPolicyConfig"
     expected = rf"'gamma' .* config={kind}.for_task\('Hopper-v5', gamma=0.5\)"
     with pytest.raises(TypeError, match=expected):
@@ -251,7 +251,7 @@ def test_settings_of_another_kind_are_refused(train, config, kind, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["algorithm", "algo"])
-def test_an_algorithm_in_place_of_an_option_is_told_where_it_goes(name, tmp_path):
+def test_the_error_for_an_algorithm_in_place_of_an_option_says_where_it_goes(name, tmp_path):
     expected = r"It is a setting: config=OffPolicyConfig.for_task\('Hopper-v5', algorithm='td3'\)"
     with pytest.raises(TypeError, match=expected):
         train_off_policy("Hopper-v5", frames=1024, run_dir=tmp_path, **{name: "td3"})

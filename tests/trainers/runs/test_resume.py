@@ -140,7 +140,7 @@ def test_a_run_resumed_from_what_was_on_the_disk_equals_the_unbroken_one_bit_for
 # Runs that do not wait for one another
 
 
-def test_a_run_ahead_of_the_learner_goes_on_with_counters_curve_replay_and_logs(run_dir):
+def test_a_run_ahead_of_the_learner_continues_with_counters_curve_replay_and_logs(run_dir):
     before = json.loads((run_dir / "summary.json").read_text())
     # What was said of the run's progress is no part of its checkpoint.
     after = resume_run(run_dir, frames=2 * FRAMES, eval_episodes=1, progress_bar=True)
@@ -167,7 +167,7 @@ def test_a_run_ahead_of_the_learner_goes_on_with_counters_curve_replay_and_logs(
     assert evaluate_run(run_dir, episodes=1)["mean"] == pytest.approx(after["eval_return"])
 
 
-def test_evaluations_begin_with_a_resume_that_asks_for_them_and_go_on_with_the_next(run_dir):
+def test_evaluations_begin_with_a_resume_that_asks_for_them_and_continue_with_the_next(run_dir):
     """The first checkpoint knows of none."""
     quiet = {"progress_bar": False, "eval_episodes": 1}
     once = resume_run(run_dir, frames=2 * FRAMES, eval_interval=INTERVAL, **quiet)["evaluations"]
@@ -231,7 +231,7 @@ def test_limits_that_a_run_has_not_reached_stay(tmp_path):
     assert {name: after[name] for name in limits} == limits
 
 
-def test_a_run_that_was_to_go_on_for_longer_does_so_without_being_told_again(run_dir):
+def test_a_resumed_run_keeps_the_frames_it_was_last_given(run_dir):
     file = run_dir / "config.yaml"  # as a resumed run leaves it that is killed at once
     file.write_text(file.read_text().replace(f"frames: {FRAMES}\n", f"frames: {2 * FRAMES}\n"))
     assert resume_run(run_dir, **QUIET)["frames"] == 2 * FRAMES
@@ -279,7 +279,7 @@ def test_a_run_on_a_gpu_is_evaluated_where_there_is_none(of_a_gpu):
     assert evaluate_run(of_a_gpu, episodes=episodes, seed=seed)["mean"] == told
 
 
-def test_a_run_on_a_gpu_goes_on_where_there_is_none_if_it_is_told_so(of_a_gpu):
+def test_a_run_on_a_gpu_resumes_on_a_cpu_if_asked_to(of_a_gpu):
     before, frames = tree(of_a_gpu), RunCheckpoints(of_a_gpu / "checkpoint").newest().frames
     more = {"frames": 2 * frames, **QUIET}
     with pytest.raises(
@@ -295,7 +295,7 @@ def test_a_run_on_a_gpu_goes_on_where_there_is_none_if_it_is_told_so(of_a_gpu):
     assert resume_run(of_a_gpu, **more)["resumed"] == [frames, 2 * frames]
 
 
-def test_the_command_line_resumes_what_it_is_told_and_refuses_another_run(
+def test_the_command_line_resumes_the_run_it_is_given_and_refuses_another(
     run_dir, tmp_path, capsys
 ):
     resume = ["--resume", "--run-dir", str(run_dir), "--no-progress", "--eval-episodes", "1"]

@@ -25,9 +25,9 @@ def plan(run_dir, monkeypatch) -> RunConfig:
     return made.call_args.args[0]
 
 
-def test_a_resumed_run_shows_its_progress_and_is_not_traced_unless_it_is_told(plan):
+def test_a_resumed_run_shows_its_progress_and_is_not_traced_by_default(plan):
     assert (plan.progress_bar, plan.trace) == (True, False)
 
 
-def test_a_resumed_run_evaluates_and_keeps_as_its_file_says_unless_it_is_told(plan):
+def test_a_resumed_run_evaluates_and_keeps_as_its_file_says_unless_flags_differ(plan):
     assert (plan.eval_episodes, plan.keep_checkpoints, plan.eval_max_steps) == (3, 5, 7)

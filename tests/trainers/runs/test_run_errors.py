@@ -33,7 +33,7 @@ def test_the_first_error_is_raised_though_its_checkpoint_fails_unless_ctrl_c_end
     assert save.call_count == 1
 
 
-def test_an_interrupted_run_is_saved_though_nobody_reads_what_it_says(tmp_path, monkeypatch):
+def test_an_interrupted_run_is_saved_though_its_output_has_no_reader(tmp_path, monkeypatch):
     def gone(line: str) -> None:
         if "interrupted" in line:
             raise BrokenPipeError(32, "Broken pipe")
