@@ -44,24 +44,33 @@ def test_the_package_raises_no_bare_value_or_runtime_error():
     assert bare == ["configs/settings.py"]  # a validator, whose errors pydantic collects
 
 
-def _words(message: ast.expr) -> str:
-    """The literal text of a message, and the names of what is put in."""
-    constants = [str(n.value) for n in ast.walk(message) if isinstance(n, ast.Constant)]
-    return " ".join(constants + [n.id for n in ast.walk(message) if isinstance(n, ast.Name)])
+def _words(message: ast.expr) -> set[str]:
+    """The words of a message's literal text, and the names that it is made of."""
+    nodes = [*ast.walk(message)]
+    text = " ".join(str(node.value) for node in nodes if isinstance(node, ast.Constant))
+    return {*text.replace("(", " ").split()} | {n.id for n in nodes if isinstance(n, ast.Name)}
 
 
 def test_each_message_says_what_was_expected():
     package = Path(torchrl_unilab.__file__).parent
-    elsewhere = {"_NO_PARENT", "_no_room", "_over_limit", "refusal", "unfit"}  # is said there
-    silent = [
-        f"{path.relative_to(package)}:{node.lineno}"
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        if node.func.id in {*errors.__all__, "NotImplementedError"} and node.args
-        if isinstance(node.args[0], ast.JoinedStr | ast.Constant | ast.BinOp)
-        if "expected" not in (words := _words(node.args[0])) and not elsewhere & {*words.split()}
-    ]
+    trees = {path: ast.parse(path.read_text()) for path in package.rglob("*.py")}
+    constants = {
+        node.targets[0].id: _words(node.value)
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    elsewhere = {"_expected", "_no_room", "_over_limit", "refusal", "str", "unfit"}
+    silent = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            if node.func.id in {*errors.__all__, "NotImplementedError"} and node.args:
+                words = _words(node.args[0])
+                words = words.union(*(constants.get(word, ()) for word in words))
+                if not words & {"expected", *elsewhere}:
+                    silent.append(f"{path.relative_to(package)}:{node.lineno}")
     assert not silent
 
 

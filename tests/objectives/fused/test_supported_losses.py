@@ -224,11 +224,15 @@ def test_other_losses_and_networks_are_refused_and_left_as_they_were(algorithm, 
     assert {name: p.data_ptr() for name, p in loss.named_parameters()} == before
 
 
+@pytest.mark.parametrize("on", ["network", "parameter"])
 @pytest.mark.parametrize("algorithm", UPDATES)
-def test_a_hook_that_comes_after_the_update_is_refused(algorithm):
+def test_a_hook_that_comes_after_the_update_is_refused(algorithm, on):
     loss = _replaced(algorithm)
     update = fused(loss)
-    loss.qvalue_network.register_forward_hook(lambda *_: None)
+    if on == "network":
+        loss.qvalue_network.register_forward_hook(lambda *_: None)
+    else:
+        next(loss.parameters()).register_hook(torch.zeros_like)
     with pytest.raises(ConfigError, match=r"hook on a network or a parameter: .* fused=False"):
         update.prepare(make_transitions(8, OBS, ACT))
 
