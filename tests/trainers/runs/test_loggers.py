@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 from unittest.mock import Mock, call
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.runs import loggers
@@ -79,7 +81,11 @@ def test_a_full_disk_at_the_end_is_an_error_unless_there_was_another_one(
     assert logger.close.called
 
 
-def test_tensorboard_shows_what_was_logged_up_to_the_checkpoint_and_what_came_after(tmp_path):
+def test_tensorboard_shows_what_was_logged_up_to_the_checkpoint_and_what_came_after(
+    tmp_path, monkeypatch
+):
+    # TensorBoard reads files in the order of the seconds in their names; then 10 comes before 9.
+    monkeypatch.setattr(event_file_writer, "time", Mock(time=itertools.count(10**9).__next__))
     for resumed_at, steps in ((None, (5, 7, 9)), (7, (8, 10))):
         with contextlib.ExitStack() as closing:
             logger = run_logger(tmp_path, ["tensorboard"], closing, resumed_at)
