@@ -25,6 +25,7 @@ from tests.support.off_policy import (
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.modules import make_q_value, make_sac_actor
 from torchrl_unilab.objectives import FusedSACUpdate
+from torchrl_unilab.objectives.fused.networks import ReluNetwork
 
 BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
 STATISTICS_OF_THE_POLICY = {"sac": ["loss_actor", "entropy", "loss_alpha"], "td3": ["loss_actor"]}
@@ -427,6 +428,21 @@ def test_with_a_thread_for_the_policy_steps_are_the_same_bit_for_bit(algorithm, 
         observed.append(torch.stack(steps))
     assert_equal_parameters(*losses, rtol=0.0, atol=0.0)
     torch.testing.assert_close(*observed, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@BOTH
+def test_the_thread_takes_a_critic_s_gradients_in_steps_without_the_policy(algorithm, monkeypatch):
+    threads, backward = [], ReluNetwork.backward
+    monkeypatch.setattr(
+        ReluNetwork,
+        "backward",
+        lambda *args: (threads.append(threading.current_thread().name), backward(*args)),
+    )
+    loss = make_loss(algorithm)
+    with fused(loss, policy_thread=True) as update:
+        packed = update.prepare(transitions_of(loss, 32, 0))
+        update.step(packed, update_policy=False)
+    assert sorted(threads) == ["MainThread", "policy_0"]
 
 
 @pytest.mark.parametrize("first", ["_differentiate_policy", "_differentiate_critics"])

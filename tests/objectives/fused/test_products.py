@@ -51,13 +51,17 @@ def _by_autograd(net: nn.Sequential, parameters: TensorDict, x: torch.Tensor) ->
 @ONEDNN
 @pytest.mark.parametrize("width", [8, 40], ids=["narrow", "wide"])
 @pytest.mark.parametrize("norm", [False, True], ids=["relu", "layer norm"])
-@pytest.mark.parametrize("form", [BatchedProducts, OneDNNProducts])
+@pytest.mark.parametrize("form", [BatchedProducts, OneDNNProducts, "on a GPU"])
 def test_products_give_the_outputs_and_gradients_of_autograd(form, norm, width, monkeypatch):
-    monkeypatch.setattr("torchrl_unilab.objectives.fused.networks.products_for", lambda *_: form())
     net, parameters = _twins(norm, width)
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
-    networks = relu_networks(net, parameters, stacked=True)
-    assert type(networks) is (ReluNetwork if form is BatchedProducts else ReluNetworks)
+    if form == "on a GPU":
+        networks = ReluNetwork(net, parameters, BatchedProducts(), stacked=True)
+    else:
+        choose = "torchrl_unilab.objectives.fused.networks.products_for"
+        monkeypatch.setattr(choose, lambda *_: form())
+        networks = relu_networks(net, parameters, stacked=True)
+        assert type(networks) is ReluNetworks
 
     with torch.inference_mode():
         outputs, passes = networks.forward(x)
@@ -69,6 +73,12 @@ def test_products_give_the_outputs_and_gradients_of_autograd(form, norm, width, 
     torch.testing.assert_close(by_input, x_grad[:, 2:])
     for key, leaf in parameters.flatten_keys(".").items():
         torch.testing.assert_close(leaf.grad, gradients[key], msg=key)
+
+
+def test_networks_on_a_gpu_multiply_at_once():
+    net, parameters = _twins(norm=False)
+    elsewhere = parameters.apply(lambda p: nn.Parameter(p.detach().to("meta")))
+    assert type(relu_networks(net, elsewhere, stacked=True)) is ReluNetwork
 
 
 @ONEDNN

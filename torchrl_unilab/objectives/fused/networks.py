@@ -20,7 +20,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.objectives.fused.products import BatchedProducts, OneDNNProducts, products_for
+from torchrl_unilab.objectives.fused.products import BatchedProducts, products_for
 from torchrl_unilab.objectives.fused.threads import SideExecutor, run_both
 
 ALL = slice(None)
@@ -259,7 +259,7 @@ class ReluNetwork:
 
 
 class ReluNetworks:
-    """Several `ReluNetwork`, one after the other: each finds its own tensors in the caches.
+    """Several `ReluNetwork` on the CPU: each finds its own tensors in the caches.
 
     Args:
         networks: Networks of one shape.
@@ -300,13 +300,13 @@ class ReluNetworks:
 def relu_networks(
     net: nn.Module, parameters: TensorDictBase, *, stacked: bool = False, **kind: Any
 ) -> Network:
-    """Return networks in the form that is fastest on this processor; see `ReluNetwork`."""
+    """Return networks in the form that is fastest on their device; see `ReluNetwork`."""
     first = next(iter(net.named_children()))[0]
     weight = parameters.get((first, "weight"))
     products = products_for(weight, kind.get("matmul_dtype"))
     networks = range(len(weight))[kind.pop("which", ALL)] if stacked else range(1)
     make = partial(ReluNetwork, net, parameters, products, stacked=stacked, **kind)
-    if len(networks) == 1 or type(products) is not OneDNNProducts:
+    if len(networks) == 1 or not weight.is_cpu:
         return make(which=slice(networks.start, networks.stop))
     return ReluNetworks([make(which=slice(j, j + 1)) for j in networks])
 
