@@ -99,14 +99,17 @@ def run_ours(config: OffPolicyConfig, seed: int, seconds: float) -> float:
         progress_bar=False,
     )
 
+    measured: list[float] = []
+
     def look(batch: TensorDictBase | None = None) -> None:
-        if watch(trainer.updates):
+        if watch(trainer.updates) and not measured:
+            measured.append(trainer.updates / watch.learnt)  # before workers end
             trainer.request_stop("the time is up")
 
     trainer.register_op("post_steps", look)
     try:
         trainer.train()
-        return trainer.updates / watch.learnt
+        return measured[0]
     finally:
         trainer.close()
         collector.shutdown()
