@@ -90,6 +90,7 @@ def test_a_segment_that_is_closed_leaves_its_name_to_the_next(path, monkeypatch)
 
 
 def test_a_descriptor_that_attachments_share_is_closed_once(monkeypatch):
+    gc.collect()  # other tests' descriptors
     closed, close = [], os.close
     monkeypatch.setattr(os, "close", lambda number: closed.append(number) or close(number))
     with SharedSegment(64, name=NAME) as segment, SharedSegment.attach(NAME):

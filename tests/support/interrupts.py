@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
+from tests.support.garbage import uncollected
+
 _WITHOUT_EFFECT = ("LOAD", "STORE_FAST", "PUSH", "POP", "COPY", "SWAP", "PRECALL", "KW_NAMES")
 _WITHOUT_EFFECT += ("COMPARE", "CONTAINS", "IS_OP", "BINARY", "UNARY", "BUILD", "UNPACK", "JUMP_F")
 
@@ -50,11 +52,12 @@ class Bytecodes:
     def interrupts(self, call: Callable[[], object]) -> bool:
         """Make the call; return whether it was interrupted."""
         before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            call()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
+        with uncollected():
+            sys.settrace(self)
+            try:
+                call()
+            except KeyboardInterrupt:
+                return True
+            finally:
+                sys.settrace(before)
         return False

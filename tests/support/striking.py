@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests.support.garbage import uncollected
 from tests.support.watching import WatchedWords
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.shards import Parts
@@ -48,13 +49,14 @@ def interrupt_each_line(
             return trace
 
         before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            action()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
+        with uncollected():
+            sys.settrace(trace)
+            try:
+                action()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(before)
         assert torch.is_grad_enabled(), f"an interrupt at {where} leaves gradients off"
         if not where:
             return

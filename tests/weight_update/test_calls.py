@@ -14,6 +14,7 @@ from torchrl.collectors import Collector
 
 import torchrl_unilab
 from tests.support.acting import StillEnv, make_policy
+from tests.support.garbage import uncollected
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 ROOT = str(Path(torchrl_unilab.__file__).parent)
@@ -42,11 +43,12 @@ def _calls(action: Callable[[], Any]) -> list[str]:
         if event == "call" and _is_counted(frame.f_code):
             names.append(frame.f_code.co_name)
 
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
+    with uncollected():
+        sys.setprofile(note)
+        try:
+            action()
+        finally:
+            sys.setprofile(None)
     return names
 
 
