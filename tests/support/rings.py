@@ -26,7 +26,7 @@ from torchrl_unilab.shm.tokens import unpack_token
 
 ELEMENTS = 2048
 _WRITER = 1_000_000
-DEAD = 2**22 + 1  # the word of no living process
+DEAD = 2**23 - 1  # the word of no living process: the highest id, started in the first tick
 
 
 def stamped(writer: int, sequence: int, elements: int = ELEMENTS) -> dict[str, torch.Tensor]:
