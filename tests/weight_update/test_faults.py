@@ -7,13 +7,14 @@ import signal
 import threading
 from multiprocessing.connection import Connection
 
+import psutil
 import pytest
 import torch
 from torchrl.collectors import MultiSyncCollector
 from torchrl.weight_update import SharedMemWeightSyncScheme
 
 from tests.support.acting import StillEnv, actions, make_policy, set_action
-from tests.support.processes import DEADLINE, receive, spawned
+from tests.support.processes import DEADLINE, receive, spawned, wait_for
 from tests.support.tearing import count_torn, make_cell, publish_until_told
 from torchrl_unilab.errors import WaitTimeoutError
 from torchrl_unilab.shm import SnapshotCell
@@ -60,6 +61,8 @@ def test_publishing_continues_without_a_lost_worker_which_is_named(fault, state)
         os.kill(lost.pid, getattr(signal, fault))
         if fault == "SIGKILL":
             lost.join(DEADLINE)
+        else:
+            wait_for(lambda: psutil.Process(lost.pid).status() == psutil.STATUS_STOPPED)
 
         def publish() -> None:
             for _ in range(100):
@@ -81,9 +84,13 @@ def test_unlike_ours_the_stock_scheme_waits_for_ever_for_a_killed_worker():
         next(iter(collector))
         collector.procs[1].kill()
         collector.procs[1].join(DEADLINE)
-        assert not _within(0.5, collector.update_policy_weights_)
+        publishing = threading.Thread(target=collector.update_policy_weights_, daemon=True)
+        publishing.start()
+        publishing.join(0.5)
+        assert publishing.is_alive()
         # Let the waiting thread go.
         collector._weight_sync_schemes["policy"]._ack_queues[1].put("updated")
+        publishing.join(DEADLINE)
     finally:
         _end(collector)
 
@@ -124,5 +131,6 @@ def test_readers_killed_in_mid_read_disturb_neither_writer_nor_other_readers():
                 reader.join(DEADLINE)
         before = cell.version
         assert count_torn(cell, 500, checked=True)[0] == 0
+        wait_for(lambda: cell.version > before)
         pipe.send("stop")
         assert receive(pipe) > before
