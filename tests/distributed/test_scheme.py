@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
-import psutil
 import pytest
 import torch
 from tensordict import TensorDict
@@ -75,7 +74,7 @@ def test_workers_act_with_the_learners_versions_under_the_learners_numbers(learn
     first = next(rollouts)
     assert first[VERSION].unique().tolist() == [FIRST]
     assert first["loc"].min() > 0  # of ones, not of the node's zeros
-    scheme.wait_applied()
+    scheme.wait_applied(timeout=DEADLINE)
 
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -86,7 +85,7 @@ def test_workers_act_with_the_learners_versions_under_the_learners_numbers(learn
         pass
     assert not found["loc"].any()
     assert (scheme.version, node.scheme.version) == (FIRST + 2, FIRST + 2)
-    scheme.wait_applied()
+    scheme.wait_applied(timeout=DEADLINE)
     assert scheme.applied_versions == {(0, 0): FIRST + 2}
     assert scheme.lag == {(0, 0): 0}
 
@@ -94,6 +93,7 @@ def test_workers_act_with_the_learners_versions_under_the_learners_numbers(learn
 def test_workers_that_do_not_collect_are_named(learner, node):
     scheme, _ = learner
     scheme.connect()
+    scheme.wait_applied(FIRST, DEADLINE)  # it is reported
     scheme.send()
     with pytest.raises(WaitTimeoutError, match="node 0 worker 0 at 5"):
         scheme.wait_applied(timeout=0.1)
@@ -109,7 +109,7 @@ def test_a_mailbox_that_is_lost_has_the_next_version(learner, node):
 
     scheme, _ = learner
     scheme.connect()
-    scheme.wait_applied(FIRST)
+    scheme.wait_applied(FIRST, DEADLINE)
     ray.kill(scheme._mailbox, no_restart=False)
     rollouts = iter(node)
     while versions(rollouts) == [FIRST]:
@@ -123,7 +123,7 @@ def test_a_mailbox_that_is_lost_gets_the_newest_version_back(learner):
     scheme, _ = learner
     scheme.send()
     ray.kill(scheme._mailbox, no_restart=False)
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + DEADLINE
     letter = None
     while letter is None and time.monotonic() < deadline:
         with contextlib.suppress(ray.exceptions.RayError):  # it is being started again
@@ -143,7 +143,8 @@ def test_a_mailbox_that_is_stopped_holds_up_no_publish_and_then_has_the_newest(l
 
     scheme, _ = learner
     scheme.connect()
-    (pid,) = [p.pid for p in psutil.Process().children(recursive=True) if "Mailbox" in p.name()]
+    scheme.wait_applied(FIRST, DEADLINE)  # it is reported
+    pid = ray.get(scheme._mailbox.__ray_call__.remote(lambda _: os.getpid()), timeout=DEADLINE)
     os.kill(pid, signal.SIGSTOP)
     try:
         while scheme.skipped < 3:
@@ -151,7 +152,7 @@ def test_a_mailbox_that_is_stopped_holds_up_no_publish_and_then_has_the_newest(l
         assert scheme.applied_versions == {(0, 0): FIRST}  # as last reported
     finally:
         os.kill(pid, signal.SIGCONT)
-    rollouts, deadline = iter(node), time.monotonic() + 60.0
+    rollouts, deadline = iter(node), time.monotonic() + DEADLINE
     while versions(rollouts) != [scheme.version] and time.monotonic() < deadline:
         pass
     assert node.scheme.version == scheme.version
@@ -161,8 +162,13 @@ def test_a_mailbox_that_is_stopped_holds_up_no_publish_and_then_has_the_newest(l
 def test_an_interrupted_publish_uses_its_version_up(learner, node, monkeypatch):
     scheme, _ = learner
     scheme.connect()
+
+    def interrupt(_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():  # not the one that posts again
+            raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(scheme, "_mailbox", Mock(**{"post.remote.side_effect": KeyboardInterrupt}))
+        patch.setattr(scheme, "_mailbox", Mock(**{"post.remote.side_effect": interrupt}))
         with pytest.raises(KeyboardInterrupt):
             scheme.send()
     scheme.send()
@@ -308,7 +314,7 @@ def test_a_second_collector_is_refused_and_the_first_continues(learner, node):
     rollouts = iter(node)
     while versions(rollouts) != [FIRST + 1]:
         pass
-    scheme.wait_applied()
+    scheme.wait_applied(timeout=DEADLINE)
 
 
 def test_a_scheme_without_references_leaves_no_mailbox_and_no_thread():
@@ -322,9 +328,9 @@ def test_a_scheme_without_references_leaves_no_mailbox_and_no_thread():
     (thread,) = (t for t in threading.enumerate() if t not in before and t.name == "mailbox")
     name = scheme._name
     del scheme
-    thread.join(timeout=60.0)
+    thread.join(DEADLINE)
     assert not thread.is_alive()
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + DEADLINE
     while name in list_named_actors() and time.monotonic() < deadline:
         pass
     assert name not in list_named_actors()
