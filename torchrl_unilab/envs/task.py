@@ -167,11 +167,8 @@ class MujocoTask(ABC):
         self._check_tuples("reads")
         if isinstance(self.model, mujoco.MjSpec):
             spec = self.model.copy()
-            try:
-                with _logged_warnings():
-                    spec.compile()
-            except ValueError as error:
-                raise self._refusal(error) from error
+            with self._compiler_messages():
+                spec.compile()
             if spec.modelfiledir:  # the text does not contain it
                 spec.meshdir = str(Path(spec.modelfiledir, spec.meshdir).absolute())
                 spec.texturedir = str(Path(spec.modelfiledir, spec.texturedir).absolute())
@@ -194,12 +191,9 @@ class MujocoTask(ABC):
             ConfigError: MuJoCo does not compile it.
             FileNotFoundError: There is no such file.
         """
-        with _logged_warnings():
-            spec = self.load_spec()
-            try:
-                return spec.compile()
-            except ValueError as error:
-                raise self._refusal(error) from error
+        spec = self.load_spec()
+        with self._compiler_messages():
+            return spec.compile()
 
     def load_spec(self) -> mujoco.MjSpec:
         """Parse the model, and have its steps compute contact forces if these are read.
@@ -208,10 +202,8 @@ class MujocoTask(ABC):
             ConfigError: MuJoCo does not parse it.
             FileNotFoundError: There is no such file.
         """
-        try:
+        with self._compiler_messages():
             spec = self._parse()
-        except ValueError as error:
-            raise self._refusal(error) from error
         if not CONTACT_FIELDS.isdisjoint(self.reads):
             add_contact_forces(spec)
         return spec
@@ -227,6 +219,26 @@ class MujocoTask(ABC):
                 "working directory, or give the file's text or an MjSpec."
             )
         return mujoco.MjSpec.from_file(str(path))
+
+    @contextlib.contextmanager
+    def _compiler_messages(self) -> Iterator[None]:
+        """Refuse a model with errors; log warnings, which MuJoCo would print and write to a file.
+
+        Raises:
+            ConfigError: There is an error.
+        """
+        handler = mujoco.get_mju_user_warning()
+        mujoco.set_mju_user_warning(lambda message: _logger.debug("mujoco: %s", message))
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                yield
+        except ValueError as error:
+            raise self._refusal(error) from error
+        finally:
+            mujoco.set_mju_user_warning(handler)
+        for warning in caught:
+            _logger.debug("mujoco: %s", warning.message)
 
     def _refusal(self, error: ValueError) -> ConfigError:
         reason = " ".join(str(error).split()).rstrip(".")
@@ -339,18 +351,3 @@ def checked_outcome(
             "bool). Compare in the task's `outcome`, or `failed`."
         )
     return outcome
-
-
-@contextlib.contextmanager
-def _logged_warnings() -> Iterator[None]:
-    """Log MuJoCo's warnings, which it would print and write to the working directory."""
-    handler = mujoco.get_mju_user_warning()
-    mujoco.set_mju_user_warning(lambda message: _logger.debug("mujoco: %s", message))
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield
-    finally:
-        mujoco.set_mju_user_warning(handler)
-    for warning in caught:
-        _logger.debug("mujoco: %s", warning.message)
