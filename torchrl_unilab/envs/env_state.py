@@ -6,7 +6,6 @@ It holds all that later steps follow from, so a snapshot of it is a snapshot of 
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torchrl_unilab.envs.episodes import Episodes
+from torchrl_unilab.envs.mujoco_engine import logger
 from torchrl_unilab.envs.randomization import Ids, Randomize
 from torchrl_unilab.envs.simulations import Simulations, all_finite
 from torchrl_unilab.envs.task import Array, MujocoTask, checked_outcome
@@ -23,8 +23,6 @@ from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.runtime.budget import plan_threads
 from torchrl_unilab.scalars import as_choice, as_integer
-
-_logger = logging.getLogger("torchrl")  # TorchRL's own, without an import of it
 
 
 class EnvState:
@@ -357,7 +355,7 @@ class EnvState:
         known, count = self.num_diverged, int(diverged.sum())
         self.num_diverged = known + count
         if self.num_diverged.bit_length() > known.bit_length():
-            _logger.warning(
+            logger.warning(
                 f"MujocoBatchEnv: simulations {np.flatnonzero(diverged).tolist()} of "
                 f"{self.task.name} diverged (expected finite states); {self.num_diverged} have "
                 "since the start. They were reset. Check the actions, or give the model a smaller "

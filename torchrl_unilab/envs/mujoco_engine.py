@@ -19,7 +19,7 @@ from pathlib import Path
 
 import mujoco
 
-_logger = logging.getLogger("torchrl")  # TorchRL's own, without an import of it
+logger = logging.getLogger("torchrl")  # TorchRL's own, without an import of it
 _NAME = "torchrl_unilab.contact_forces"
 CONTACT_FIELDS = frozenset({"cfrc_ext", "cfrc_int", "cacc"})
 """Fields that ``mj_rnePostConstraint`` computes."""
@@ -120,6 +120,6 @@ def stop_physics_clock() -> None:
         library = ctypes.CDLL(mujoco._callbacks.__file__)
         callback = ctypes.c_void_p.in_dll(library, "mjcb_time")
     except (OSError, ValueError) as error:
-        _logger.debug("MuJoCo's clock keeps running: %s", error)
+        logger.debug("MuJoCo's clock keeps running: %s", error)
         return
     callback.value = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +14,9 @@ import mujoco
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from torchrl_unilab.envs.mujoco_engine import CONTACT_FIELDS, add_contact_forces
+from torchrl_unilab.envs.mujoco_engine import CONTACT_FIELDS, add_contact_forces, logger
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.errors import ConfigError
-
-_logger = logging.getLogger("torchrl")  # TorchRL's own, without an import of it
 
 Array = NDArray[np.float64]
 State: TypeAlias = tuple[Array, Array]
@@ -228,7 +225,7 @@ class MujocoTask(ABC):
             ConfigError: There is an error.
         """
         handler = mujoco.get_mju_user_warning()
-        mujoco.set_mju_user_warning(lambda message: _logger.debug("mujoco: %s", message))
+        mujoco.set_mju_user_warning(lambda message: logger.debug("mujoco: %s", message))
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -238,7 +235,7 @@ class MujocoTask(ABC):
         finally:
             mujoco.set_mju_user_warning(handler)
         for warning in caught:
-            _logger.debug("mujoco: %s", warning.message)
+            logger.debug("mujoco: %s", warning.message)
 
     def _refusal(self, error: ValueError) -> ConfigError:
         reason = " ".join(str(error).split()).rstrip(".")
