@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Real
@@ -39,6 +39,8 @@ _OBJECTS = {
 }
 _TARGET = re.compile(r"([\w.]+?)(?:\[(\d+)\])?")
 _UNIT = re.compile("quat$|^jnt_axis$")  # fields of unit vectors
+_HOW: Mapping[str, Callable[..., Any]] = {"scale": np.multiply, "add": np.add, "set": np.full_like}
+"""What `Randomize.how` makes of a model's own values and the numbers drawn."""
 
 
 @dataclass(frozen=True)
@@ -272,12 +274,7 @@ def _apply(
         where = (*where, target.column)
     else:
         drawn = drawn.reshape(*drawn.shape, *(1,) * (values.ndim - 2))
-    if how == "scale":
-        values[where] *= drawn
-    elif how == "add":
-        values[where] += drawn
-    else:
-        values[where] = drawn
+    values[where] = _HOW[how](values[where], drawn)
 
 
 def _look_up(model: mujoco.MjModel, spec: Randomize, name: str) -> _Plan:
@@ -368,11 +365,11 @@ def _check_masses(model: mujoco.MjModel, spec: Randomize, target: _Target, name:
         return
     own = _default(model, target.field)[target.rows]
     own = own if target.column is None else own[:, target.column]
-    least = {"scale": own * spec.low, "add": own + spec.low, "set": np.full_like(own, spec.low)}
-    if (least[spec.how][own > 0] <= 0).any():
+    least = _HOW[spec.how](own, spec.low)
+    if (least[own > 0] <= 0).any():
         raise ConfigError(
-            f"randomization of {name}: {target.field} can become {least[spec.how].min()} "
-            "(expected masses and inertias above 0). Correct the range."
+            f"randomization of {name}: {target.field} can become {least.min()} (expected masses "
+            "and inertias above 0). Correct the range."
         )
 
 
