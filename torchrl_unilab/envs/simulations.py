@@ -124,10 +124,8 @@ class Simulations:
             None if none did.
         """
         failed = _NO_IDS
-        if ids is None:
-            self._ctrl[:] = action
-        else:
-            self._ctrl[ids] = action[ids]
+        rows = slice(None) if ids is None else ids
+        self._ctrl[rows] = action[rows]
         try:
             self.batch.step(ids, nstep=self._frame_skip)
         except SimulationError as error:

@@ -304,9 +304,7 @@ class RobotTask(MujocoTask):
             name: weight * self._per_simulation(name, terms[name], n)
             for name, weight in self.weights.items()
         }
-        reward = np.zeros(n)
-        for term in weighted.values():
-            reward += term
+        reward = sum(weighted.values(), np.zeros(n))
         return Outcome(reward, self.failed(fields), weighted)
 
     def _per_simulation(self, name: str, term: Any, n: int) -> Array:
