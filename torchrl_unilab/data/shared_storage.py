@@ -224,8 +224,7 @@ class SharedStorage(Owner, TensorStorage):
         if not self.initialized:
             raise self._schema_unknown("share")
         state = {k: v for k, v in self.__dict__.items() if k not in self._process_local}
-        state["_rng"] = None
-        return state
+        return state | {"_rng": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -170,7 +170,7 @@ class RowAppender:
         Returns:
             The number of the first row.
         """
-        rows, size, first = self._rows, self._rows.shard_rows, 0
+        rows, size, numbers = self._rows, self._rows.shard_rows, list[int]()
         if envs is not None and envs < size:
             size -= size % envs  # whole steps
         count = stage.parts[0].shape[0]
@@ -191,10 +191,8 @@ class RowAppender:
                 rows.note_steps(shard, envs or 1)  # last: nothing is refused after it
 
             parts = stage.parts if count <= size else [words[piece] for words in stage.parts]
-            number = rows.append(parts, prepare)
-            if start == 0:
-                first = number
-        return first
+            numbers.append(rows.append(parts, prepare))
+        return numbers[0]
 
     # True final observations
 

@@ -91,12 +91,10 @@ class PackedPrioritizedSampler(PrioritizedSampler):
                 f"PackedPrioritizedSampler device: {device} (expected cpu or None). Rows are drawn "
                 "where they are, in shared memory of the host; move what is sampled."
             )
-        for name, number in (("alpha", alpha), ("beta", beta), ("eps", eps)):
-            _check_number(name, number)
-        max_capacity = as_integer(
-            "PackedPrioritizedSampler max_capacity", max_capacity, "Make it the storage's."
-        )
+        for what, number in (("alpha", alpha), ("beta", beta), ("eps", eps)):
+            _check_number(what, number)
         name, remedy = "PackedPrioritizedSampler", "Choose one of them."
+        max_capacity = as_integer(f"{name} max_capacity", max_capacity, "Make it the storage's.")
         as_choice(f"{name} dtype", dtype, (torch.float32, torch.float64), remedy)
         as_choice(f"{name} reduction", reduction, ("max", "min", "median", "mean"), remedy)
         # Not PrioritizedSampler's: it warns if TorchRL's C++ extension is missing.
@@ -218,13 +216,11 @@ class PackedPrioritizedSampler(PrioritizedSampler):
                 f"cannot set priorities: {len(priority)} of {len(index)} rows (expected one, or as "
                 "many). Check the index."
             )
-        if not len(index):
-            return
-        written = self._written(index, storage)
+        written = self._written(index, storage) if len(index) else None
         if written is not None:
             index, priority = index[written], priority[written] if len(priority) > 1 else priority
-            if not len(index):
-                return
+        if not len(index):
+            return
         least, most = map(float, priority.aminmax())  # both are NaN if one is
         if not 0.0 <= least <= most < math.inf:
             raise ConfigError(
