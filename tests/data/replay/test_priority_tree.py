@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_unilab.data.replay import priority_tree
-from torchrl_unilab.data.replay.priority_tree import BLOCK, PriorityTree, PriorityTreeMinima
+from torchrl_unilab.data.replay.priority_tree import BLOCK, PriorityTree
 
 TOP = 32
 CAPACITIES = st.sampled_from([1, 5, TOP, TOP + 1, TOP * BLOCK, TOP * BLOCK + 7, TOP * BLOCK**2 - 1])
@@ -76,9 +76,6 @@ def test_priorities_come_back_in_their_dtype(capacity, seed):
     tree[rows] = torch.from_numpy(values)
     assert torch.equal(tree[rows], torch.from_numpy(values).float())
     assert tree[capacity - 1] == values[-1]
-    minima = np.where(values > 0, values, np.inf)
-    assert PriorityTreeMinima(tree)[rows].tolist() == minima.tolist()
-    assert PriorityTreeMinima(tree)[capacity - 1] == minima[-1]
 
 
 def test_rows_that_were_given_may_be_written_over():

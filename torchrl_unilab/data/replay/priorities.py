@@ -20,7 +20,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
 from torchrl_unilab.data.positions import MASKS, flat_positions, is_single
-from torchrl_unilab.data.replay.priority_tree import PriorityTree, PriorityTreeMinima
+from torchrl_unilab.data.replay.priority_tree import PriorityTree
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError, UsageError
 from torchrl_unilab.scalars import as_choice, as_integer
@@ -125,7 +125,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         """Forget all priorities."""
         with torch.inference_mode(False):  # they are kept
             self._sum_tree = PriorityTree(self._max_capacity, self.dtype)
-        self._min_tree = PriorityTreeMinima(self._sum_tree)
+        self._min_tree = self._sum_tree  # TorchRL writes to both where alpha changes
         self._max_priority = None
         # The storage last seen, and per shard its first row since it was emptied, and its head.
         self._seen: tuple[Any, tuple[int, ...], tuple[int, ...]] = (None, (), ())

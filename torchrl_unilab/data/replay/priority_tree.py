@@ -113,27 +113,6 @@ class PriorityTree:
             at = at.bitwise_right_shift(_BITS)
 
 
-class PriorityTreeMinima:
-    """The minima tree that TorchRL's samplers and checkpoints expect; infinity without a priority.
-
-    Args:
-        tree: The first one.
-    """
-
-    def __init__(self, tree: PriorityTree) -> None:
-        self._tree = tree
-
-    def __getitem__(self, index: torch.Tensor | int) -> Any:
-        """Return the priorities of rows [n], or of one as a float."""
-        values = self._tree[index]
-        if isinstance(index, int):
-            return values or math.inf
-        return values.masked_fill(values == 0.0, math.inf)
-
-    def __setitem__(self, index: torch.Tensor | int, value: Any) -> None:
-        """Do nothing: the values are those of the first tree."""
-
-
 def _minimum_of(priorities: torch.Tensor) -> torch.Tensor:
     """Return the lowest priority above 0 of each block [n, w], as [n]; infinity without any."""
     return priorities.masked_fill(priorities == 0.0, math.inf).amin(-1)
