@@ -40,8 +40,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         2.0
     """
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    for tensor, value in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.data = value.view(tensor.shape)
+    nn.utils.vector_to_parameters(flat, tensors)
     return flat
 
 

@@ -166,11 +166,10 @@ class ReluNetwork:
         self._copies: list[torch.Tensor] = []
         if self._matmul_dtype != self._dtype:
             for linear, _ in hidden:
-                self._masters += [linear.weight, linear.bias]
-                linear.weight = torch.empty_like(linear.weight, dtype=self._matmul_dtype)
-                linear.bias = torch.empty_like(linear.bias, dtype=self._matmul_dtype)
+                masters = [linear.weight, linear.bias]
+                linear.weight, linear.bias = (t.to(self._matmul_dtype) for t in masters)
+                self._masters += masters
                 self._copies += [linear.weight, linear.bias]
-            self.refresh()
         self._products = [products] * len(hidden) + [BatchedProducts()]  # one output, or a few
 
     def refresh(self) -> None:
