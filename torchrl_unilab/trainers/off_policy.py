@@ -309,7 +309,7 @@ class OffPolicyTrainer(RankTrainer):
             raw = sample.tensor_split(config.updates_per_step)
             parts = [self._process_optim_batch_hook(part) for part in raw]
             sample = torch.cat(parts)
-        observed, undefined = [], self._count_undefined()
+        observed, undefined = [], self._undefined()
         for minibatch in update.minibatches(update.prepare(sample), config.updates_per_step):
             self._optim_count += 1
             policy = self.updates % config.policy_frequency == 0
@@ -323,19 +323,18 @@ class OffPolicyTrainer(RankTrainer):
         stacked = torch.stack(observed)
         means = stacked.mean(0)
         if undefined:
-            means[-undefined:] = stacked[:, -undefined:].nanmean(0)
+            means[-len(undefined) :] = stacked[:, -len(undefined) :].nanmean(0)
         # The one wait for the device per tick.
         norm = norm_of(update.optimizers.values())
         values = torch.cat([means, norm.reshape(1)]).tolist()
         logged = dict(zip((*update.statistics, NORM), values, strict=True))
-        may_be_nan = update.statistics[len(update.statistics) - undefined :]
-        return {n: v for n, v in logged.items() if n not in may_be_nan or not math.isnan(v)}
+        return {n: v for n, v in logged.items() if n not in undefined or not math.isnan(v)}
 
-    def _count_undefined(self) -> int:
-        """Return how many of the last statistics may be NaN: the policy's until its first step."""
+    def _undefined(self) -> tuple[str, ...]:
+        """Return the last statistics, which may be NaN: the policy's until its first step."""
         if self._fused is None or self._policy_moved:
-            return 0
-        return len(self._fused.statistics) - self._fused.statistics.index("td_error") - 1
+            return ()
+        return self._fused.statistics[self._fused.statistics.index("td_error") + 1 :]
 
     def _own_state(self) -> dict[str, Any]:
         """Return what a resumed trainer needs besides the loss and TorchRL's counts."""
