@@ -36,5 +36,5 @@ def written_by_others(storage: PackedReplayStorage, rows: TensorDict) -> torch.T
 
 def raw_priorities(buffer: TensorDictReplayBuffer) -> list[float]:
     """The priorities that rows have, rounded."""
-    tree, n = buffer.sampler._sum_tree, len(buffer)
-    return [round(float(tree[i] ** (1 / ALPHA)), 4) for i in range(n)]
+    values = buffer.sampler._sum_tree.values[: len(buffer)]
+    return [round(raw, 4) for raw in values.pow(1 / ALPHA).tolist()]

@@ -48,20 +48,16 @@ class PriorityTree:
         self._minima = [torch.full_like(sums, math.inf) for sums in self._sums[1:]]
         self._unreduced: list[torch.Tensor] = []  # blocks with priorities set since the last update
 
-    def __setitem__(self, index: torch.Tensor | int, value: Any) -> None:
-        """Set the priorities of rows, [n] or one, to values [n] or one."""
-        at = torch.as_tensor(index, device="cpu").view(-1)
-        self._sums[0].view(-1)[at] = torch.as_tensor(value, dtype=torch.float64, device="cpu")
-        self._unreduced.append(at.bitwise_right_shift(_BITS))  # a copy: callers may change `index`
+    def __setitem__(self, index: torch.Tensor, value: Any) -> None:
+        """Set the priorities of rows [n] to values [n] or one."""
+        self._sums[0].view(-1)[index] = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+        self._unreduced.append(index.bitwise_right_shift(_BITS))  # a copy: callers may change it
         if len(self._unreduced) > _UNREDUCED:  # bounds memory in a process that never samples
             self._update()
 
-    def __getitem__(self, index: torch.Tensor | int) -> Any:
-        """Return the priorities of rows [n], or of one as a float."""
-        values = self._sums[0].view(-1)
-        if isinstance(index, int):
-            return float(values[index])
-        return values.index_select(0, index).to(self._dtype)
+    def __getitem__(self, index: torch.Tensor) -> torch.Tensor:
+        """Return the priorities of rows [n]."""
+        return self._sums[0].view(-1).index_select(0, index).to(self._dtype)
 
     @property
     def values(self) -> torch.Tensor:
