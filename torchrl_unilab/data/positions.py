@@ -63,19 +63,17 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
         index = slice(None)
     if isinstance(index, slice):
         return torch.from_numpy(np.arange(*index.indices(length), dtype=np.int64))
-    if not isinstance(index, torch.Tensor):
-        index = _as_tensor(index)
-    if index.dtype in MASKS:
-        if index.shape != (length,):
+    found = index if isinstance(index, torch.Tensor) else _as_tensor(index)
+    if found.dtype in MASKS:
+        if found.shape != (length,):
             raise PositionError(
-                f"mask of shape {list(index.shape)} (expected [{length}], one flag per item). Make "
+                f"mask of shape {list(found.shape)} (expected [{length}], one flag per item). Make "
                 "it as long as the storage."
             )
-        index = index.nonzero()
-    elif index.is_floating_point() or index.is_complex():
-        raise _not_positions(str(index.dtype))
-    flat: torch.Tensor = index.reshape(-1).to(device="cpu", dtype=torch.int64)
-    return flat
+        found = found.nonzero()
+    elif found.is_floating_point() or found.is_complex():
+        raise _not_positions(str(found.dtype))
+    return found.reshape(-1).to(device="cpu", dtype=torch.int64)
 
 
 def _as_tensor(index: Any) -> torch.Tensor:

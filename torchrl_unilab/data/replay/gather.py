@@ -196,6 +196,7 @@ class RowGatherer:
     def __init__(self, rows: SharedRows, layout: BatchLayout, gamma: float) -> None:
         self._rows, self._layout, self._gamma = rows, layout, gamma
         self._form = layout.form
+        self._trajectory = layout.form.layout.views(rows.blocks)[-1]  # where there are n steps
 
     def into(self, batch: Batch) -> Gather:
         """Return what gathers rows into a batch."""
@@ -247,7 +248,3 @@ class RowGatherer:
             steps[places] = k + 1
         torch.pow(self._gamma, steps, out=out["gamma"])
         torch.gt(steps, 1, out=out["nonterminal"])
-
-    @functools.cached_property
-    def _trajectory(self) -> torch.Tensor:
-        return self._form.layout.views(self._rows.blocks)[-1]

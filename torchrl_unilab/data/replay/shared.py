@@ -157,10 +157,9 @@ class SharedReplay(SharedStorage):
 
     def snapshot(self) -> ReplaySnapshot:
         """Return the rows that can be sampled now."""
-        if self._rows is None:
-            self._check_open()
+        if not self.initialized:
             return ReplaySnapshot(0, 0)
-        lineage = self._rows.lineage()
+        lineage = self.rows.lineage()
         return ReplaySnapshot(lineage.written, lineage.window.size, lineage.window)
 
     def heads_now(self, heads: tuple[int, ...]) -> tuple[int, ...]:
