@@ -45,6 +45,7 @@ class Simulations:
 
     Attributes:
         batch: The `mujoco.batch.Batch`.
+        num_controls: Controls of each simulation.
         fields: Live views of what the task reads, and the commands, ``(n, ...)`` each: they
             change with every call.
         seen: What tasks read: `fields`, with loaded values in place of derived ones until the
@@ -98,6 +99,7 @@ class Simulations:
         )
         self._loaded: dict[str, NDArray[Any]] = {}
         self._ctrl = batch.bind("ctrl")
+        self.num_controls = int(self._ctrl.shape[1])
         # MuJoCo resets a simulation that diverges and leaves one of these counts
         self._warnings = batch.warning
         # time, positions, velocities and activations, which lead in the row of a state
@@ -106,11 +108,6 @@ class Simulations:
         self.start = self.fields["qpos"][0].copy(), self.fields["qvel"][0].copy()
         for values in self.start:
             values.flags.writeable = False
-
-    @property
-    def num_controls(self) -> int:
-        """Controls of each."""
-        return int(self._ctrl.shape[1])
 
     def step(self, action: NDArray[Any], ids: Ids | None = None) -> NDArray[np.bool_] | None:
         """Take the task's physics steps of one control step.
@@ -222,17 +219,14 @@ def all_finite(array: NDArray[Any]) -> bool:
 
 def _field(batch: Batch, name: str, task: str) -> NDArray[Any]:
     """Return a field of the physics or of the model, one row per simulation."""
-    if name in DATA_FIELDS:
-        bound: NDArray[Any] = batch.bind(name)
-        return bound
-    if name not in MODEL_FIELDS:
+    if name not in DATA_FIELDS and name not in MODEL_FIELDS:
         raise ConfigError(
             f"MujocoBatchEnv: {task} reads {name!r} (expected a field of MjData that "
             "mujoco.batch binds or of MjModel that it expands). Correct `reads`."
         )
-    expanded: NDArray[Any] | None = batch.expanded(name)
-    if expanded is not None:
-        return expanded
+    own: NDArray[Any] | None = batch.bind(name) if name in DATA_FIELDS else batch.expanded(name)
+    if own is not None:
+        return own
     owner, _, attribute = name.rpartition(".")
     value = np.asarray(getattr(batch.model.opt if owner else batch.model, attribute))
     return np.broadcast_to(value, (batch.nsim, *value.shape))

@@ -123,6 +123,7 @@ class PlanarWalker(HealthyRunner):
     """
 
     reads: tuple[str, ...] = ("qpos0",)
+    frame_skip: int = 4
     reset_noise_scale: float = 5e-3
     ctrl_cost_weight: float = 1e-3
     healthy_z_range: tuple[float, float]
@@ -182,7 +183,6 @@ class Hopper(PlanarWalker):
 
     name: str = "Hopper-v5"
     model: Model = "hopper.xml"
-    frame_skip: int = 4
     healthy_state_range: tuple[float, float] = (-100.0, 100.0)
     healthy_z_range: tuple[float, float] = (0.7, float("inf"))
     healthy_angle_range: tuple[float, float] = (-0.2, 0.2)
@@ -203,7 +203,6 @@ class Walker2d(PlanarWalker):
 
     name: str = "Walker2d-v5"
     model: Model = "walker2d_v5.xml"
-    frame_skip: int = 4
     healthy_z_range: tuple[float, float] = (0.8, 2.0)
     healthy_angle_range: tuple[float, float] = (-1.0, 1.0)
 
