@@ -51,9 +51,8 @@ class SquashedNormal(TanhNormal):
 
 def _check_bounds(head: SquashedNetwork, state: Mapping[str, Any], prefix: str, *_: object) -> None:
     """Refuse a state of other bounds than the distribution, and the spec, were made with."""
-    names = ("center", "reach")
-    own = torch.stack([getattr(head, name) for name in names])
-    found = [state[prefix + name] for name in names if prefix + name in state]
+    own = torch.stack([head.center, head.reach])
+    found = [state[key] for key in (f"{prefix}center", f"{prefix}reach") if key in state]
     known = len(found) == 2 and not own.is_meta
     alike = known and found[0].shape == own[0].shape
     if known and not (alike and torch.allclose(torch.stack(found).to(own), own)):
