@@ -126,7 +126,7 @@ def wrap_negative(positions: torch.Tensor, length: int) -> torch.Tensor:
     """Replace negative positions, which count from the end, by those from the start.
 
     Args:
-        positions: Positions of rows, int64 [n], n > 0.
+        positions: Positions of rows, int64 [n].
         length: How many rows there are.
 
     Raises:
@@ -138,7 +138,7 @@ def wrap_negative(positions: torch.Tensor, length: int) -> torch.Tensor:
         >>> wrap_negative(torch.tensor([2, -1]), 5)
         tensor([2, 4])
     """
-    low = int(positions.min())
+    low = int(positions.min()) if len(positions) else 0
     if low < 0:
         check_range(low, low, length, "row", "written")
         positions = positions.where(positions >= 0, positions + length)

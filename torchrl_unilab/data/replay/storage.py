@@ -286,9 +286,7 @@ class PackedReplayStorage(SharedReplay):
             at = int(index)
             check_range(at, at, length, "row", "written")
             return views[at % length]
-        positions = flat_positions(index, length)
-        if len(positions):
-            positions = wrap_negative(positions, length)
+        positions = wrap_negative(flat_positions(index, length), length)
         memory = batches.batch(len(positions))
         rows.read_at(positions, gatherer.into(memory))
         batch = batches.tensordict(memory, index=False)

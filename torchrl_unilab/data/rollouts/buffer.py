@@ -43,8 +43,7 @@ class RolloutRingWriter(SharedStorageWriter):
 
     def add(self, data: TensorDictBase) -> int:
         """Commit one rollout; return its position. Raises as `RolloutRingStorage.write_all`."""
-        self._storage.write_all([data])
-        return max(0, len(self._storage) - 1)
+        return int(self.extend([data])[0])
 
     def extend(self, data: TensorDictBase | Sequence[TensorDictBase]) -> torch.Tensor:
         """Commit one or several rollouts.
