@@ -160,10 +160,8 @@ class ModelRandomizer:
         targets = [target for plan in self._plans for target in plan.targets]
         fields = dict.fromkeys(target.field for target in targets)
         self._batch: Batch | None = batch if fields else None
-        self._values = {field: batch.expand(field) for field in fields}
-        for field, values in self._values.items():
-            if values.ndim == 1:
-                self._values[field] = values[:, None]  # a number of MjOption
+        # A number of MjOption has one column.
+        self._values = {field: columns(batch.expand(field)) for field in fields}
         self._defaults = {field: _default(batch.model, field) for field in fields}
         # kept: a reset draws some numbers anew, and applies those drawn at the start again
         self._numbers = [np.zeros((batch.nsim, plan.size)) for plan in self._plans]
@@ -257,6 +255,11 @@ class ModelRandomizer:
             self._values[field][np.ix_(ids, rows)] = units / np.maximum(lengths, mujoco.mjMINVAL)
         if self._derives:
             self._batch.set_const(ids)
+
+
+def columns(values: NDArray[Any]) -> NDArray[Any]:
+    """Return one number per simulation, ``(nsim,)``, as ``(nsim, 1)``; other arrays as they are."""
+    return values[:, None] if values.ndim == 1 else values
 
 
 def _signature(state: Mapping[str, Any]) -> tuple[Any, ...]:

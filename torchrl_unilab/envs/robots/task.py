@@ -15,6 +15,7 @@ import numpy as np
 from mujoco import mjtJoint
 from numpy.typing import NDArray
 
+from torchrl_unilab.envs.randomization import columns
 from torchrl_unilab.envs.task import Array, Fields, MujocoTask, Outcome, State
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 
@@ -276,7 +277,7 @@ class RobotTask(MujocoTask):
         return {"observation": seen} | ({"critic_observation": [*seen, *more]} if more else {})
 
     def _parts(self, method: str, terms: Any) -> list[NDArray[Any]]:
-        return [_columns(np.asarray(term)) for term in self._named(method, terms).values()]
+        return [columns(np.asarray(term)) for term in self._named(method, terms).values()]
 
     def _named(self, method: str, terms: Any) -> Mapping[str, Any]:
         if not isinstance(terms, Mapping):
@@ -376,10 +377,5 @@ def tracking(error: NDArray[Any], scale: float) -> NDArray[Any]:
         >>> tracking(np.array([[0.0, 0.0], [3.0, 4.0]]), 5.0).round(4).tolist()
         [1.0, 0.3679]
     """
-    squares: NDArray[Any] = np.square(_columns(error)).sum(axis=1)
+    squares: NDArray[Any] = np.square(columns(error)).sum(axis=1)
     return np.exp(-squares / scale**2)
-
-
-def _columns(term: NDArray[Any]) -> NDArray[Any]:
-    """Return a term as ``(nsim, k)``."""
-    return term[:, None] if term.ndim == 1 else term
