@@ -155,10 +155,8 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         index = torch.arange(self._max_capacity, device="cpu")
         self._sum_tree[index] = tree[index]
         if most is not None:  # files, and TorchRL's samplers after them, have plain numbers
-            self._max_priority = (
-                torch.as_tensor(most, dtype=torch.float64, device="cpu"),
-                torch.as_tensor(row, dtype=torch.int64, device="cpu"),
-            )
+            most = torch.as_tensor(most, dtype=torch.float64, device="cpu")
+            self._max_priority = most, torch.as_tensor(row, dtype=torch.int64, device="cpu")
 
     def dumps(self, path: str | Path) -> None:
         """Save to the files that TorchRL's ``dumps`` writes."""

@@ -329,9 +329,8 @@ class SharedReplay(SharedStorage):
         count = as_integer("rows to sample", count, "Sample 1 row or more.")
         self.rows  # noqa: B018  # refuses a closed storage, and one that knows no rows
         batches = self._batches
-        flat = torch.zeros(
-            batches.nbytes(count), dtype=torch.uint8, pin_memory=pin_memory, device="cpu"
-        )
+        nbytes = batches.nbytes(count)
+        flat = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pin_memory, device="cpu")
         return batches.tensordict(batches.batch(count, flat), index=True)
 
     def sample(
