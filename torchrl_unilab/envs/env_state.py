@@ -331,9 +331,8 @@ class EnvState:
         self.physics.place(ids, qpos, qvel)
         if self._shows_terms:
             started = np.isin(np.arange(len(self)), ids)
-            self.shown_terms = {
-                name: np.where(started, 0.0, term) for name, term in self.shown_terms.items()
-            }
+            terms = self.shown_terms.items()
+            self.shown_terms = {name: np.where(started, 0.0, term) for name, term in terms}
         self.episodes.start(ids)
 
     def _draw_commands(self, ids: Ids) -> None:

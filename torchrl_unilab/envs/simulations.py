@@ -86,9 +86,8 @@ class Simulations:
             )
         self.randomizer = ModelRandomizer(batch, randomization, task.name, task.reads)
         self._name, self._frame_skip = task.name, task.frame_skip
-        self.fields = _Fields(
-            {name: _field(batch, name, task.name) for name in ("qpos", "qvel", *task.reads)}
-        )
+        names = ("qpos", "qvel", *task.reads)
+        self.fields = _Fields({name: _field(batch, name, task.name) for name in names})
         if task.command_size:
             self.fields["command"] = np.zeros((num_envs, task.command_size))
         self.seen: Mapping[str, NDArray[Any]] = self.fields
