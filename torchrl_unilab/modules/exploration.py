@@ -69,13 +69,12 @@ class PerEnvNoise(TensorDictModuleBase):
         self.in_keys = ["action"] if init_key is None else ["action", init_key]
         self.init_key = init_key
         self.std_min, self.std_max = std_min, std_max
+        dtype = torch.get_default_dtype()
+        low_bound, high_bound = (torch.as_tensor(bound, dtype=dtype) for bound in (low, high))
         # In a tuple, where `nn.Module` does not look for tensors: nothing here is published.
-        self._bounds = tuple(
-            torch.as_tensor(bound, dtype=torch.get_default_dtype()) for bound in (low, high)
-        )
+        self._bounds = low_bound, high_bound
         self._generator = generator
         self.std: torch.Tensor | None = None
-        low_bound, high_bound = self._bounds
         finite = all(bound.isfinite().all() for bound in self._bounds)
         if not finite or not (low_bound < high_bound).all():
             raise ConfigError(
