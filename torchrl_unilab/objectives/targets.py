@@ -39,9 +39,8 @@ def sync_normalizers(loss: LossModule) -> None:
     """
     children = dict(loss.named_children())
     for name in loss._has_update_associated:  # the names of all networks
-        copies = [
-            children[key] for key in (f"{name}_params", f"target_{name}_params") if key in children
-        ]
+        keys = (f"{name}_params", f"target_{name}_params")
+        copies = [children[key] for key in keys if key in children]
         for path, module in getattr(loss, name).named_modules(remove_duplicate=False):
             if isinstance(module, ObservationNormalizer):
                 for key, buffer in module.named_buffers():

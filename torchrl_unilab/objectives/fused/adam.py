@@ -143,9 +143,7 @@ class FlatAdam:
         """
         group, state, lr = *self._settings(), self._lr()
         memory = [state["step"], state["exp_avg"], state["exp_avg_sq"]]
-        addresses = (
-            tensor.data_ptr() for tensor in (*memory, lr) if isinstance(tensor, torch.Tensor)
-        )
+        addresses = (t.data_ptr() for t in (*memory, lr) if isinstance(t, torch.Tensor))
         return *group["betas"], group["weight_decay"], group["eps"], *addresses
 
     def _settings(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -102,11 +102,8 @@ class FusedAPPOUpdate:
         head = actor[0]
         if type(head) is not GaussianParameters or type(critic) is not StateValue:
             return False
-        parameters = [  # a layer that is used twice comes twice, and is refused below
-            parameter
-            for network in (actor, critic)
-            for _, parameter in network.named_parameters(remove_duplicate=False)
-        ]
+        named = nn.ModuleList([actor, critic]).named_parameters(remove_duplicate=False)
+        parameters = [parameter for _, parameter in named]  # twice, and refused below, if shared
         return (
             {type(head.normalizer), type(critic.normalizer)} <= {nn.Identity, ObservationNormalizer}
             and is_tanh_mlp(head.net, len(head.log_std))
@@ -265,9 +262,8 @@ class FusedAPPOUpdate:
     def _differentiate(self, columns: torch.Tensor) -> torch.Tensor:
         """Write the gradients of a minibatch, [k, N]; return its statistics."""
         loss, n, actions = self.loss, columns.shape[1], len(self._log_std)
-        x, y, points, variance, offsets, advantage, bound, target, old, rho_clipped = columns.split(
-            self._part_sizes
-        )
+        parts = columns.split(self._part_sizes)
+        x, y, points, variance, offsets, advantage, bound, target, old, rho_clipped = parts
         loc, value = self._actor.forward(x), self._critic.forward(x if self._one_input else y)
 
         # How far action and target policy's mean are from `loc`, in deviations: [2, A, N].

@@ -234,10 +234,8 @@ class ReluNetwork:
     def _normalize(self, x: torch.Tensor, norm: _Affine) -> tuple[torch.Tensor, Normed]:
         out, saved = torch.empty_like(x), []
         for j in range(self._k):
-            y, mean, rstd = torch.native_layer_norm(
-                x[j], x.shape[-1:], norm.weight[j], norm.bias[j], norm.eps
-            )
-            out[j] = y
+            own = norm.weight[j], norm.bias[j]
+            out[j], mean, rstd = torch.native_layer_norm(x[j], x.shape[-1:], *own, norm.eps)
             saved.append((x[j], mean, rstd))
         return out, saved
 
@@ -247,10 +245,9 @@ class ReluNetwork:
         out = torch.empty_like(gradient)
         for j, (x, mean, rstd) in enumerate(saved):
             own = norm.weight[j], norm.bias[j]
-            dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+            out[j], dweight, dbias = torch.ops.aten.native_layer_norm_backward(
                 gradient[j], x, x.shape[-1:], mean, rstd, *own, [True, learn, learn]
             )
-            out[j] = dx
             if learn:
                 norm.weight_grad[j] = dweight
                 norm.bias_grad[j] = dbias

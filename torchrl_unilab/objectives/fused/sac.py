@@ -116,9 +116,8 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         low, high = loss.actor_network[0].log_std_bounds
         self._log_std = low, (high - low) / 2
         # The constant terms of the log probability.
-        self._volume = self._reach.log().sum() + len(self._reach) * (
-            HALF_LOG_2PI + 2.0 * math.log(2.0)
-        )
+        per_action = HALF_LOG_2PI + 2.0 * math.log(2.0)
+        self._volume = self._reach.log().sum() + len(self._reach) * per_action
 
     @property
     def td_error(self) -> torch.Tensor:
