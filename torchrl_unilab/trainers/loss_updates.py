@@ -90,9 +90,8 @@ class APPOStepper(OptimizationStepper):
         # For example those of a fused step, which are views of one tensor and must stay so.
         self.optimizer.zero_grad(set_to_none=self.owner is self)
         losses: TensorDictBase = self._losses(sub_batch)
-        torch.stack(
-            [loss for key, loss in losses.items() if key.startswith("loss")]
-        ).sum().backward()
+        learnt_by = [loss for key, loss in losses.items() if key.startswith("loss")]
+        torch.stack(learnt_by).sum().backward()
         losses = losses.detach()
         statistics = [losses.get(name) for name in self.loss.out_keys]
         self.ranks.mean_(_gradients(self.parameters, self.ranks), statistics)

@@ -39,9 +39,8 @@ def replay_buffer_ready_for_learning(
         ...     255, batch_size=256, learning_starts=0, num_envs=16)
         False
     """
-    return replay_buffer_size >= compute_train_start_threshold(
-        batch_size, learning_starts, num_envs
-    )
+    threshold = compute_train_start_threshold(batch_size, learning_starts, num_envs)
+    return replay_buffer_size >= threshold
 
 
 def build_reward_comparison_metrics(
