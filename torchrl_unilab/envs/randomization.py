@@ -349,17 +349,16 @@ def _matching_rows(
         for row, (kind, number) in owners.items()
         if kind is not None
     }
+    chosen: set[int] = set()
     for pattern in patterns:
-        if not any(fnmatchcase(known, pattern) for known in names.values()):
+        matching = {row for row, known in names.items() if fnmatchcase(known, pattern)}
+        if not matching:
             raise ConfigError(
                 f"randomization of {name}: no object {pattern!r} (expected one of "
                 f"{[*dict.fromkeys(filter(None, names.values()))]}). Correct objects."
             )
-    return {
-        row: owners[row]
-        for row, known in names.items()
-        if any(fnmatchcase(known, pattern) for pattern in patterns)
-    }
+        chosen |= matching
+    return {row: owner for row, owner in owners.items() if row in chosen}
 
 
 def _check_masses(model: mujoco.MjModel, spec: Randomize, target: _Target, name: str) -> None:

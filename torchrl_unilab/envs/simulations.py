@@ -91,11 +91,8 @@ class Simulations:
         if task.command_size:
             self.fields["command"] = np.zeros((num_envs, task.command_size))
         self.seen: Mapping[str, NDArray[Any]] = self.fields
-        self._derived = tuple(
-            name
-            for name, field in self.fields.items()
-            if name in DATA_FIELDS and not field.flags.writeable
-        )
+        data = [name for name in names if name in DATA_FIELDS]
+        self._derived = [name for name in data if not self.fields[name].flags.writeable]
         self._loaded: dict[str, NDArray[Any]] = {}
         self._ctrl = batch.bind("ctrl")
         self.num_controls = int(self._ctrl.shape[1])
