@@ -276,18 +276,14 @@ class ReluNetworks:
 
     def backward(self, gradient: torch.Tensor, passes: Passes, thread: SideExecutor = None) -> None:
         """See `ReluNetwork.backward`; a thread takes the first network meanwhile."""
-        first, *others = [
-            partial(network.backward, own, [saved])
-            for network, own, saved in zip(self._networks, gradient.split(1), passes, strict=True)
-        ]
+        parts = zip(self._networks, gradient.split(1), passes, strict=True)
+        first, *others = [partial(net.backward, own, [saved]) for net, own, saved in parts]
         run_both(thread, lambda: [run() for run in others], first)
 
     def backward_to_input(self, gradient: torch.Tensor, passes: Passes, start: int) -> torch.Tensor:
         """See `ReluNetwork.backward_to_input`."""
-        first, *others = [
-            network.backward_to_input(own, [saved], start)
-            for network, own, saved in zip(self._networks, gradient.split(1), passes, strict=True)
-        ]
+        parts = zip(self._networks, gradient.split(1), passes, strict=True)
+        first, *others = [net.backward_to_input(own, [saved], start) for net, own, saved in parts]
         for other in others:
             first += other
         return first
