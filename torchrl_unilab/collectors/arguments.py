@@ -15,7 +15,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_unilab.collectors.worker import Measure
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError
+from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -271,15 +271,3 @@ def refuse_hook(collector: Any, hook: Callable[..., Any] | None) -> None:
             f"hook of {type(collector).__name__}: {hook!r} (expected None: rollouts go into shared "
             "memory, in other processes). Take what is yielded, or record a trace."
         )
-
-
-def closed_error(*, workers_ended: bool = False) -> SegmentClosedError:
-    """Return the error of a collector that is used after its end, or that of its workers."""
-    if workers_ended:
-        return SegmentClosedError(
-            "cannot use the collector's workers: all ended when one was lost (expected running "
-            "ones). Save the counts by state_dict(workers=False), and build a new collector."
-        )
-    return SegmentClosedError(
-        "cannot use the collector: it is shut down (expected a running one). Build a new one."
-    )

@@ -30,7 +30,6 @@ from torchrl_unilab.collectors.arguments import (
     check_done_keys,
     check_settings,
     check_state,
-    closed_error,
     copied_factory,
     env_factories,
     exploration_of,
@@ -48,11 +47,12 @@ from torchrl_unilab.collectors.service import Sink, WorkerService, WorkerSetup, 
 from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import Measure, check_env, close_env, on_host, reward_terms
 from torchrl_unilab.data.stock import check_stock_arguments
-from torchrl_unilab.errors import UsageError
+from torchrl_unilab.errors import SegmentClosedError, UsageError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.runtime.workers import STOP_SECONDS, WorkerGroup
 from torchrl_unilab.scalars import as_integer, as_seconds
+from torchrl_unilab.shm.segment import closed_error
 
 Explore = Callable[[TensorDictModuleBase], TensorDictModuleBase]
 
@@ -208,12 +208,16 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
     def _open_sink(self) -> Any:
         if self._sink is None:
-            raise closed_error()
+            raise closed_error("collector", "Build a new one.")
         return self._sink
 
     def _open_team(self) -> WorkerTeam:
-        if self._sink is None or self._team is None or self._team.stopped:
-            raise closed_error(workers_ended=self._sink is not None)
+        self._open_sink()
+        if self._team is None or self._team.stopped:
+            raise SegmentClosedError(
+                "cannot use the collector's workers: all ended when one was lost (expected running "
+                "ones). Save the counts by state_dict(workers=False), and build a new collector."
+            )
         return self._team
 
     @property
@@ -237,8 +241,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
     def metrics(self) -> CollectorMetrics:
         """Return the newest metrics of the workers. Does not block."""
-        if self._metrics is None:
-            raise closed_error()
+        self._open_sink()
+        assert self._metrics is not None, "made with the sink"
         return self._metrics.total()
 
     def status(self) -> dict[str, float]:
@@ -264,11 +268,9 @@ class WorkerCollector(BaseCollector, abc.ABC):
             for batch in self.iterator():
                 self._iter += 1
                 yield batch
-        except Exception as error:
+        except Exception:
             with self._closing:  # a shutdown that has begun ends first
-                closed = self._sink is None
-            if closed:
-                raise closed_error() from error
+                self._open_sink()
             if self._team is not None:
                 self._team.stop(STOP_SECONDS)  # they may hang
             raise
@@ -370,7 +372,6 @@ class WorkerCollector(BaseCollector, abc.ABC):
                 self._sink = None
             if self._metrics is not None:
                 self._metrics.close()
-                self._metrics = None
             self.scheme.disconnect()
 
     def __enter__(self) -> Self:
