@@ -34,7 +34,7 @@ from typing_extensions import Self
 
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
 from torchrl_unilab.limits import available_memory
-from torchrl_unilab.scalars import as_choice
+from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.shm.liveness import check_spawning, handed_over
 
 _LONGEST_NAME = 255  # bytes of a file's name on Linux and macOS
@@ -119,11 +119,8 @@ class SharedSegment(Owner):
     """
 
     def __init__(self, nbytes: int, *, name: str | None = None) -> None:
-        if nbytes < 1:
-            raise ConfigError(
-                f"cannot create a shared segment: {nbytes} bytes (expected at least 1). "
-                "Check the sizes it was computed from."
-            )
+        remedy = "Check the sizes it was computed from."
+        nbytes = as_integer("bytes of a shared segment", nbytes, remedy)
         named = name is not None or named_by_default()
         free = free_bytes(named)
         if nbytes > free:
