@@ -125,7 +125,6 @@ class ProvidesModels(Protocol):
 
     def get_model(self, model_id: str) -> nn.Module:
         """Return the model of that name."""
-        ...
 
 
 class Puller(Protocol):
@@ -135,11 +134,9 @@ class Puller(Protocol):
 
     def pull(self) -> bool:
         """Apply the newest version if it is not applied yet."""
-        ...
 
     def invalidate(self) -> None:
         """Report that the model has weights from elsewhere, until the next publish."""
-        ...
 
 
 class _PullsWeights(Collector):
