@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_choice, as_integer, as_seconds, deadline
+from torchrl_unilab.scalars import as_choice, as_integer, as_seconds, deadline, poll_while
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)], ids=repr)
@@ -75,3 +75,15 @@ def test_a_deadline_is_so_many_seconds_away(timeout, left):
 @pytest.mark.parametrize("timeout", [0, -5.0, math.nan])
 def test_a_deadline_of_nothing_is_now(timeout):
     assert deadline(timeout) <= time.monotonic()
+
+
+def test_a_poll_ends_with_the_first_result_that_is_false():
+    results = iter([[1, 2], [1], [], [3]])
+    assert poll_while(lambda: next(results), None, 0.0) == []
+    assert next(results) == [3]
+
+
+def test_a_poll_without_time_looks_once_and_returns_what_it_found():
+    results = iter([[1, 2], [1]])
+    assert poll_while(lambda: next(results), 0.0, 60.0) == [1, 2]
+    assert next(results) == [1]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torchrl_unilab.distributed.node import (
 )
 from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_integer, deadline
+from torchrl_unilab.scalars import as_integer, poll_while
 from torchrl_unilab.shm import BlockLayout
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.module_weights import ModuleWeights, Weights, named_tensors
@@ -157,16 +157,18 @@ class UniLabRayScheme(WeightSyncScheme):
         Raises:
             ConfigError: Collectors have another scheme.
         """
-        end = deadline(_FOLLOW_SECONDS)
-        while len(found := self._reports()) < self._nodes:  # each polls once it has begun
-            if time.monotonic() >= end:
-                raise ConfigError(
-                    f"collectors {sorted({*range(self._nodes)} - found.keys())}: they do not "
-                    "follow the mailbox (expected all to). Give RayCollector collector_kwargs="
-                    "{'weight_sync_schemes': {'policy': scheme.node()}}, of this scheme; if it has "
-                    "that, they may still be starting."
-                )
-            time.sleep(POLL_SECONDS / 10)
+
+        def find_silent() -> set[int]:
+            return {*range(self._nodes)} - self._reports().keys()
+
+        # Each polls once it has begun.
+        if silent := poll_while(find_silent, _FOLLOW_SECONDS, POLL_SECONDS / 10):
+            raise ConfigError(
+                f"collectors {sorted(silent)}: they do not follow the mailbox (expected all to). "
+                "Give RayCollector collector_kwargs={'weight_sync_schemes': "
+                "{'policy': scheme.node()}}, of this scheme; if it has that, they may still be "
+                "starting."
+            )
         if weights is not None:
             self.send(weights)
 
@@ -253,14 +255,11 @@ class UniLabRayScheme(WeightSyncScheme):
             WaitTimeoutError: Workers are still behind; names them.
         """
         wanted = self.version if version is None else version
-        end = deadline(timeout)
-        while behind := self._behind(wanted):
-            if time.monotonic() >= end:
-                raise WaitTimeoutError(
-                    f"workers behind after {timeout:g} s: {behind} (expected version {wanted}). "
-                    "Check that they are collecting, and that Ray's nodes are alive."
-                )
-            time.sleep(POLL_SECONDS / 10)
+        if behind := poll_while(partial(self._behind, wanted), timeout, POLL_SECONDS / 10):
+            raise WaitTimeoutError(
+                f"workers behind after {timeout:g} s: {behind} (expected version {wanted}). "
+                "Check that they are collecting, and that Ray's nodes are alive."
+            )
 
     def _behind(self, wanted: int) -> list[str]:
         """Return which workers have yet to apply a version, in words."""

@@ -6,7 +6,6 @@ through a `WeightReceiver`. TorchRL's collectors call both initialisations, each
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any, Literal, get_args
@@ -20,7 +19,7 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 
 from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_choice, as_indices, as_integer, deadline
+from torchrl_unilab.scalars import as_choice, as_indices, as_integer, poll_while
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.initial_weights import (
     NO_MODEL_ID,
@@ -353,11 +352,8 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             raise UsageError(TOO_EARLY.format("receive", "init_on_receiver"))
         if not self.synchronized_on_receiver:
             raise UsageError(TOO_EARLY.format("receive", "connect"))
-        end = deadline(timeout or 0.0)
-        while not self.pull():
-            if time.monotonic() >= end:
-                return None
-            time.sleep(POLL_SECONDS)
+        if poll_while(lambda: not self.pull(), timeout or 0.0, POLL_SECONDS):
+            return None
         assert self._receiver is not None, "a pull needs one"
         return self._receiver.weights()
 

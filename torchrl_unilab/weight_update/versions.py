@@ -6,12 +6,11 @@ sender: the part of `UniLabShmScheme` that watches and publishes nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torchrl_unilab.errors import UsageError, WaitTimeoutError
-from torchrl_unilab.scalars import as_indices, deadline
+from torchrl_unilab.scalars import as_indices, poll_while
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, process_is_stopped
 from torchrl_unilab.weight_update.transport import UniLabShmTransport, WorkerIds
 
@@ -103,16 +102,17 @@ class WorkerVersions:
         """
         transport = self._require_transport()
         workers = as_indices("worker_ids", transport.cells if worker_ids is None else worker_ids)
-        end = deadline(timeout)
-        while behind := [w for w in workers if _is_behind(transport, w, version)]:
-            if time.monotonic() >= end:
-                states = ", ".join(_describe(transport, worker) for worker in behind)
-                raise WaitTimeoutError(
-                    f"workers behind after {timeout:g} s: {states} (expected version "
-                    f"{transport.version if version is None else version}). "
-                    "Check that they are collecting."
-                )
-            time.sleep(POLL_SECONDS)
+
+        def find_behind() -> list[int]:
+            return [worker for worker in workers if _is_behind(transport, worker, version)]
+
+        if behind := poll_while(find_behind, timeout, POLL_SECONDS):
+            states = ", ".join(_describe(transport, worker) for worker in behind)
+            raise WaitTimeoutError(
+                f"workers behind after {timeout:g} s: {states} (expected version "
+                f"{transport.version if version is None else version}). "
+                "Check that they are collecting."
+            )
 
 
 def _is_behind(transport: UniLabShmTransport, worker: int, version: int | None) -> bool:
