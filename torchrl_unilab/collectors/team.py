@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torchrl import logger as torchrl_logger
 
 from torchrl_unilab.collectors.metrics import SharedMetrics
+from torchrl_unilab.collectors.seeding import random_seed
 from torchrl_unilab.collectors.service import Sink, WorkerService
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime.workers import START_SECONDS, WorkerGroup
@@ -206,9 +206,8 @@ class WorkerTeam:
         group.end(worker)
         self._sink.recover(worker)
         group.restart(worker)
-        seeds = np.random.SeedSequence((self.seed, worker, self.restarts)).generate_state(2)
-        # 31 bits: environments count on from the seed, which must stay valid for NumPy.
-        group.ask(worker, "seed", int(seeds[0]) >> 1, int(seeds[1]))
+        entropy = self.seed, worker, self.restarts
+        group.ask(worker, "seed", random_seed(*entropy), random_seed(*entropy, 1))
         group.ask(worker, "resume", self._metrics.snapshot(worker))
         group.ask(worker, "run", self._ahead)
         if worker in self._outstanding:
