@@ -224,22 +224,18 @@ def env_factories(
     return factories
 
 
-def copied_factory(create_env: CreateEnv) -> CreateEnv:
-    """Return a copy of a factory: a transform that it holds belongs to one environment only."""
-    shared = isinstance(create_env, EnvCreator)
-    copied: CreateEnv = create_env if shared else cloudpickle.loads(cloudpickle.dumps(create_env))
-    return copied
+def pack_factory(create_env: CreateEnv) -> bytes | EnvCreator:
+    """Pickle a factory by value, for a worker; or return it, as an `EnvCreator` shares memory.
 
-
-def without_creators(
-    factories: Sequence[CreateEnv],
-) -> tuple[list[CreateEnv | None], dict[int, EnvCreator]]:
-    """Split factories into those pickled by value (None for others), and `EnvCreator`s by worker.
-
-    What an `EnvCreator` shares among workers can only be pickled while a process is spawned.
+    What that shares among workers can only be pickled while a process is spawned.
     """
-    creators = {i: make for i, make in enumerate(factories) if isinstance(make, EnvCreator)}
-    return [None if i in creators else make for i, make in enumerate(factories)], creators
+    return create_env if isinstance(create_env, EnvCreator) else cloudpickle.dumps(create_env)
+
+
+def unpack_factory(packed: bytes | EnvCreator) -> CreateEnv:
+    """Return what `pack_factory` has packed: a copy, with transforms of its own."""
+    factory: CreateEnv = packed if isinstance(packed, EnvCreator) else cloudpickle.loads(packed)
+    return factory
 
 
 def policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmScheme:

@@ -30,16 +30,16 @@ from torchrl_unilab.collectors.arguments import (
     check_done_keys,
     check_settings,
     check_state,
-    copied_factory,
     env_factories,
     exploration_of,
     find_device,
     metric_names,
+    pack_factory,
     policy_scheme,
     refuse_hook,
     resolve_policy,
     steps_per_rollout,
-    without_creators,
+    unpack_factory,
 )
 from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
 from torchrl_unilab.collectors.seeding import first_seed, first_trajectory, random_seed
@@ -159,7 +159,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
         `share` workers collect a batch together; `explore` wraps the policy in each.
         """
         first, inline_env = self._factories[0], None
-        env = (first if self._inline else copied_factory(first))()
+        # A transform that a factory holds belongs to one environment only.
+        env = (first if self._inline else unpack_factory(pack_factory(first)))()
         check_env(env)
         try:
             check_done_keys(env)
@@ -170,7 +171,6 @@ class WorkerCollector(BaseCollector, abc.ABC):
             names = metric_names(self._measure, env)
             self._metrics = metrics = SharedMetrics(self.num_workers, names=names)
             self.scheme.init_on_sender(model_id="policy", context=self)
-            factories, creators = without_creators([] if self._inline else self._factories)
             rollouts = {
                 "num_steps": num_steps,
                 "workers": self.num_workers,
@@ -180,17 +180,16 @@ class WorkerCollector(BaseCollector, abc.ABC):
                 "device": self.policy_device[0],
                 "measure": self._measure,
             }
-            payload = cloudpickle.dumps((factories, on_host(self.policy), explore, rollouts))
+            payload = cloudpickle.dumps((on_host(self.policy), explore, rollouts))
             scheme = copy.copy(self.scheme) if self._inline else self.scheme
-            setup = WorkerSetup(
-                payload, creators, env.batch_size, scheme, sink, metrics, trace.settings()
-            )
+            setup = WorkerSetup(payload, env.batch_size, scheme, sink, metrics, trace.settings())
             workers: WorkerService | WorkerGroup
             if self._inline:
                 inline_env = first()  # `env` was stepped, and its transforms may keep state
-                workers = WorkerService(setup, env=inline_env)
+                workers = WorkerService(setup, inline_env)
             else:
-                arguments = [(setup, worker) for worker in range(self.num_workers)]
+                factories = map(pack_factory, self._factories)
+                arguments = [(setup, worker, make) for worker, make in enumerate(factories)]
                 workers = WorkerGroup(
                     run_worker, arguments, name="collector", num_threads=self._num_threads
                 )

@@ -16,6 +16,7 @@ import cloudpickle
 import torch
 from torchrl.envs import EnvBase, EnvCreator
 
+from torchrl_unilab.collectors.arguments import unpack_factory
 from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.worker import RolloutWorker, close_env
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
@@ -61,10 +62,9 @@ class WorkerSetup:
     """What a worker needs: picklable, equal for all workers.
 
     Attributes:
-        payload: Pickled (environment factories, policy, what makes it explore or None, further
-            arguments of `RolloutWorker`), by value, so that pickling moves none of the learner's
-            tensors into shared memory.
-        creators: Environment factories that are not in the payload, by number.
+        payload: Pickled (policy, what makes it explore or None, further arguments of
+            `RolloutWorker`), by value, so that pickling moves none of the learner's tensors into
+            shared memory.
         batch_size: Of each worker's environment: the memory is cut for it.
         scheme: Where its weights come from.
         sink: Stores rollouts.
@@ -73,7 +73,6 @@ class WorkerSetup:
     """
 
     payload: bytes
-    creators: Mapping[int, EnvCreator]
     batch_size: torch.Size
     scheme: UniLabShmScheme
     sink: Sink
@@ -86,8 +85,8 @@ class WorkerService:
 
     Args:
         setup: What to step and how, and where rollouts go.
+        env: The environment.
         worker: Number of the worker.
-        env: The environment; by default a new one.
 
     Raises:
         ConfigError: The environment is of another batch size than the first worker's.
@@ -100,11 +99,9 @@ class WorkerService:
         ticks: The last tick completed.
     """
 
-    def __init__(self, setup: WorkerSetup, worker: int = 0, env: EnvBase | None = None) -> None:
-        factories, policy, explore, further = cloudpickle.loads(setup.payload)
+    def __init__(self, setup: WorkerSetup, env: EnvBase, worker: int = 0) -> None:
+        policy, explore, further = cloudpickle.loads(setup.payload)
         policy.to(further["device"])
-        if env is None:
-            env = (setup.creators.get(worker) or factories[worker])()
         if env.batch_size != setup.batch_size:
             close_env(env)
             raise ConfigError(
@@ -202,11 +199,11 @@ class WorkerService:
         self.sink.storage.close()
 
 
-def run_worker(link: Link, setup: WorkerSetup, worker: int) -> None:
+def run_worker(link: Link, setup: WorkerSetup, worker: int, factory: bytes | EnvCreator) -> None:
     """Serve the collector in a worker process; while it runs ahead, collect between requests."""
     with contextlib.suppress(FileNotFoundError):  # the trace has been stopped since
         trace.join(setup.trace, f"collector {worker}")
-    service = WorkerService(setup, worker)
+    service = WorkerService(setup, unpack_factory(factory)(), worker)
     link.ready()
     try:
         while True:
