@@ -75,7 +75,6 @@ class Tracer:
 
     def __init__(self) -> None:
         self._part: _EventFile | None = None
-        self._settings: TraceSettings | None = None
         self._path: Path | None = None  # where to merge to, in the process that started
 
     def span(self, name: str) -> AbstractContextManager[None]:
@@ -95,7 +94,8 @@ class Tracer:
 
     def settings(self) -> TraceSettings | None:
         """Return what a worker needs to join the trace; None if none is recorded."""
-        return self._settings
+        part = self._part
+        return None if part is None else part.settings
 
     def start(self, path: str | os.PathLike[str]) -> None:
         """Record from now on. Writes nothing at `path` before `stop`.
@@ -134,7 +134,6 @@ class Tracer:
         if settings is not None:
             self._check_off()
             self._part = _EventFile(settings, process)
-            self._settings = settings
 
     def stop(self, *, keep: bool = True) -> Path | None:
         """End recording; write the trace of all processes if they joined this one's. Idempotent.
@@ -150,22 +149,22 @@ class Tracer:
         Raises:
             OSError: The file cannot be written.
         """
-        part, settings, path = self._part, self._settings, self._path
-        self._part = self._settings = self._path = None
+        part, path = self._part, self._path
+        self._part = self._path = None
         if part is not None:
             part.close()
-        if settings is None or path is None:
+        if part is None or path is None:
             return None
         try:
             if not keep:
                 return None
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_name(path.name + ".part")
-            _merge(Path(settings.directory), draft)
+            _merge(Path(part.settings.directory), draft)
             draft.replace(path)
             return path
         finally:
-            shutil.rmtree(settings.directory, ignore_errors=True)
+            shutil.rmtree(part.settings.directory, ignore_errors=True)
 
     def _check_off(self) -> None:
         if self._part is not None:
@@ -177,14 +176,14 @@ class Tracer:
         """Start as a forked child: what the parent records is not this process's."""
         if self._part is not None:
             self._part.close_unlocked()  # a thread of the parent may hold the lock for ever
-        self._part = self._settings = self._path = None
+        self._part = self._path = None
 
 
 class _EventFile:
     """The events of one process, in a separate file: one line of JSON each."""
 
     def __init__(self, settings: TraceSettings, process: str) -> None:
-        self._pid, self._origin = os.getpid(), settings.origin
+        self._pid, self.settings = os.getpid(), settings
         self._left = MAX_EVENTS
         self._thread = threading.local()
         self._lock = threading.Lock()
@@ -206,7 +205,7 @@ class _EventFile:
 
     def event(self, phase: str, name: str, begin: int, rest: str) -> None:
         """Record an event that began at `begin`, by ``time.monotonic_ns``; `rest`: further JSON."""
-        since, tid = (begin - self._origin) / 1e3, self._tid()
+        since, tid = (begin - self.settings.origin) / 1e3, self._tid()
         line = (
             f'{{"ph":"{phase}","name":{_quoted(name)},"pid":{self._pid},"tid":{tid},'
             f'"ts":{since:.3f},{rest}}}\n'
