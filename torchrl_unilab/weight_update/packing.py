@@ -27,7 +27,6 @@ class DevicePacker:
 
     def __init__(self, layout: BlockLayout, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
-        self._device = device
         self._flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         self._on_device = layout.views(self._flat)
         self._host = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=on_cuda, device="cpu")
@@ -54,7 +53,7 @@ class DevicePacker:
             target.copy_(source)
             return
         # Copies into or out of the flat buffer may still be queued on the current stream.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         self._stream.synchronize()
