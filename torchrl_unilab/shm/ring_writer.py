@@ -83,7 +83,8 @@ class RingWriter(Owner):
         self.layout, self.slots, self.writers, self.overflow = layout, slots, writers, overflow
         self._segment = SharedSegment(self.nbytes(layout, slots, writers))
         self._start([TokenPipe.create() for _ in range(2 * writers)])
-        self._register(lambda: self._header.__setitem__(CREATOR, this_process()), "make it")
+        self._header[CREATOR] = this_process()
+        self._leave_at_end()
         for slot in range(slots * writers):
             self._free[slot // slots].put([pack_token(0, slot)])
 
@@ -131,12 +132,15 @@ class RingWriter(Owner):
 
     def _register(self, action: Callable[[], T], what: str) -> T:
         """Run `action`, which gives this process a part in the ring, under the ring's lock."""
-        result = self._registration.run(0, 1, action, lambda: f"ring: cannot {what}")
+        self._leave_at_end()
+        return self._registration.run(0, 1, action, lambda: f"ring: cannot {what}")
+
+    def _leave_at_end(self) -> None:
+        """Resign when this process ends normally; only then is it not taken for a dead one."""
+        # Finalizers of multiprocessing also run in its workers, where atexit's may not. A worker
+        # forgets those that it made as it unpickled its arguments.
         if self._at_end is None:
-            # A process that ends normally resigns; only then is it not taken for a dead one.
-            # Finalizers of multiprocessing also run in its workers, where atexit's may not.
             self._at_end = Finalize(None, _leave, (weakref.ref(self),), exitpriority=0)
-        return result
 
     # Writing
 
