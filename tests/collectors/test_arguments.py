@@ -247,7 +247,7 @@ def test_a_scheme_that_a_collector_publishes_by_is_refused_and_continues():
 
 
 def test_workers_in_which_nothing_would_pull_are_refused():
-    with pytest.raises(ConfigError, match="pull='manual'"):
+    with pytest.raises(ConfigError, match="pull of weight_sync_schemes: 'manual'"):
         _inline(weight_sync_schemes={"policy": UniLabShmScheme(pull="manual")})
 
 

@@ -73,7 +73,7 @@ def test_weights_by_number_are_refused_by_the_number():
 
 
 def test_weights_of_no_worker_are_refused():
-    with pytest.raises(ConfigError, match="of 0 workers"):
+    with pytest.raises(ConfigError, match="initial weights: 0 "):
         UniLabShmTransport({})
 
 

@@ -247,11 +247,8 @@ def policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmSc
             f"weight_sync_schemes: {schemes!r} (expected {{'policy': UniLabShmScheme()}}). "
             "Leave it out, or give a UniLabRayScheme's node()."
         )
-    if scheme.pull_at == "manual":
-        raise ConfigError(
-            "weight_sync_schemes: pull='manual' (expected 'rollout' or 'step', as `receive` cannot "
-            "be called in the workers). Leave pull out."
-        )
+    remedy = "Leave it out: `receive` cannot be called in the workers."
+    as_choice("pull of weight_sync_schemes", scheme.pull_at, ("rollout", "step"), remedy)
     if scheme.synchronized_on_sender:
         raise UsageError(
             "weight_sync_schemes: a scheme that another collector publishes by (expected a new "

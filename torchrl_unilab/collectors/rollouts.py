@@ -152,11 +152,9 @@ class APPOCollector(WorkerCollector):
                 "borrowed rollout would be sent with its whole ring). Leave it out."
             )
         self._slots = self.num_workers if slots is None else as_integer("slots", slots, "Use 2.")
-        if self.lockstep and self._slots < self.num_workers:
-            raise ConfigError(
-                f"lockstep: {slots} slots (expected at least {self.num_workers}, one per worker). "
-                "Leave slots out."
-            )
+        if self.lockstep:
+            remedy = "Leave it out, for one per worker."
+            as_integer("slots in lock-step", self._slots, remedy, least=self.num_workers)
         as_choice("overflow", overflow, get_args(Overflow), "Leave it out to block.")
         self._overflow: Overflow = "block" if self.lockstep else overflow
         self.max_policy_lag, self.use_buffers = max_policy_lag, use_buffers

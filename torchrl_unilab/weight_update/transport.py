@@ -16,7 +16,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_indices
+from torchrl_unilab.scalars import as_indices, as_integer
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
@@ -83,10 +83,7 @@ class UniLabShmTransport(Owner):
     ) -> None:
         settings: dict[str, Any] = {"slots": slots, "name": name, "first_version": first_version}
         as_indices("a worker of the initial weights", initial)
-        if not initial:
-            raise ConfigError(
-                "initial weights: of 0 workers (expected some). Pass those of worker 0."
-            )
+        as_integer("workers with initial weights", len(initial), "Pass those of worker 0.")
         sources = {id(weights): named_tensors(weights) for weights in initial.values()}
         for tensors in sources.values():
             if meta := [key for key, tensor in tensors.items() if tensor.is_meta]:
