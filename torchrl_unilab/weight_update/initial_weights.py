@@ -98,12 +98,10 @@ def initial_weights(
     if params_map is not None:
         others |= {"context": context, "model_id": model_id, "num_workers": num_workers}
         _refuse_given(others, "params_map")
-        if not isinstance(params_map, dict) or not all(
-            isinstance(k, int) and isinstance(v, TensorDictBase) for k, v in params_map.items()
-        ):
+        if not isinstance(params_map, dict):  # the transport checks what is in it
             raise ConfigError(
                 f"params_map: {type(params_map).__name__} (expected a dict from indices of workers "
-                "to their weights, each a TensorDict). Pass one."
+                "to their weights). Pass one."
             )
         return InitialWeights(params_map, per_worker, casts=True)
     if context is not None:
