@@ -21,7 +21,6 @@ from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.module_weights import (
-    EXTRA_STATE,
     ModuleWeights,
     Weights,
     is_expanded,
@@ -270,8 +269,7 @@ class UniLabShmTransport(Owner):
             with torch.no_grad():
                 torch._foreach_copy_(targets, list(weights.values()))
         if isinstance(state_dict, nn.Module):
-            extra = {key: value for key, value in weights.items() if EXTRA_STATE in key}
-            ModuleWeights(state_dict).set_extra_state(extra)
+            ModuleWeights(state_dict).set_extra_state(weights)
         return version
 
     def newest(self, worker: int) -> tuple[int, dict[str, torch.Tensor]]:
