@@ -254,15 +254,15 @@ class RolloutWorker:
         The state of the environment and its transforms, the step that comes next, episodes
         that have not ended, the random state, what modules of the policy keep, and all counts.
         """
-        simulation, carrier = self._simulation, self._carrier
-        resumable = simulation is not None and carrier is not None
+        simulation = self._simulation
+        carrier = None if simulation is None else self._carrier  # without one, new episodes start
         # Lazy parameters and buffers get their size in the first step.
         sized = not any(map(is_lazy, (*self.env.parameters(), *self.env.buffers())))
         state = {
             "env": self.env.state_dict() if sized and self.env is not simulation else None,
             "simulation": None if simulation is None else simulation.snapshot(),
-            "carrier": carrier.to_dict() if resumable else None,  # type: ignore[union-attr]
-            "trajectories": self._trajectories if resumable else None,
+            "carrier": None if carrier is None else carrier.to_dict(),
+            "trajectories": None if carrier is None else self._trajectories,
             "next_trajectory": self.next_trajectory,
             "random": torch.get_rng_state(),
             "modules": [module.snapshot() for module in self._modules],
