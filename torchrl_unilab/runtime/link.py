@@ -112,23 +112,19 @@ class Channel:
             parts.append(b"")
         if sum(map(len, parts)) >= needed:
             data, begin, found = b"".join(parts), 0, [*messages]
-            while len(data) - begin >= needed:
-                if needed == _LENGTH.size:
-                    needed += _LENGTH.unpack_from(data, begin)[0]
-                else:
-                    body = memoryview(data)[begin + _LENGTH.size : begin + needed]
-                    try:
-                        found.append(pickle.loads(body))
-                    except Exception as error:  # drop this message: later ones are still read
-                        self._incoming = deque(found), [data[begin + needed :]], _LENGTH.size
-                        if not isinstance(error, (EOFError, OSError)):
-                            raise
-                        raise UsageError(  # callers take the other two for a closed pipe
-                            f"message that was sent here: {error!r} as it was unpickled (expected "
-                            "no error). Send what does not depend on where it is."
-                        ) from error
-                    begin, needed = begin + needed, _LENGTH.size
-            self._incoming = deque(found), [data[begin:]], needed
+            while (end := _end_of_message(data, begin)) <= len(data):
+                try:
+                    found.append(pickle.loads(memoryview(data)[begin + _LENGTH.size : end]))
+                except Exception as error:  # drop this message: later ones are still read
+                    self._incoming = deque(found), [data[end:]], _LENGTH.size
+                    if not isinstance(error, (EOFError, OSError)):
+                        raise
+                    raise UsageError(  # callers take the other two for a closed pipe
+                        f"message that was sent here: {error!r} as it was unpickled (expected "
+                        "no error). Send what does not depend on where it is."
+                    ) from error
+                begin = end
+            self._incoming = deque(found), [data[begin:]], end - begin
         if parts[before:] == [b""]:
             raise EOFError("the other end is closed")
         return len(parts) > before
@@ -153,6 +149,12 @@ class Channel:
     def close(self) -> None:
         """Close this end, which the other end sees. Idempotent."""
         self.connection.close()
+
+
+def _end_of_message(data: bytes, begin: int) -> int:
+    """Return where the message that begins there ends, or its length, until that has arrived."""
+    body = begin + _LENGTH.size
+    return body if len(data) < body else body + int(_LENGTH.unpack_from(data, begin)[0])
 
 
 class Link:
