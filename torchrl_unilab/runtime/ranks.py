@@ -11,6 +11,7 @@ that fail because of it. The first reason is the one that all name.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -39,7 +40,7 @@ from torchrl_unilab.errors import (
     WaitTimeoutError,
 )
 from torchrl_unilab.limits import launcher_env, local_ranks, process_status
-from torchrl_unilab.scalars import as_integer, as_seconds
+from torchrl_unilab.scalars import as_integer, as_seconds, poll_while
 
 EXIT_REASON_SECONDS = 5.0  # within which the others say why they leave
 _POLL_SECONDS = 0.05
@@ -289,26 +290,23 @@ class Ranks:
 
     def _post_exit_reason(self, reason: str) -> None:
         """Tell the others why this rank leaves, unless it has told them."""
-        try:
+        with contextlib.suppress(RuntimeError):  # the launcher has ended, and its store with it
             if not self._store.check([f"end/{self.rank}"]):
                 self._store.set(f"end/{self.rank}", reason)
-        except RuntimeError:  # the launcher has ended, and its store with it
-            pass
 
     def _peer_error(self, error: RuntimeError) -> PeerGoneError:
         """Return the error that names the ranks that broke off a step, and why."""
         self._post_exit_reason(_FOLLOWED)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        deadline = time.monotonic() + EXIT_REASON_SECONDS
-        while True:
-            reasons = {rank: self._reason(rank) for rank in others}
-            if any(reasons.values()) or None not in reasons.values():
-                break
-            if time.monotonic() > deadline:
-                late = f"did not come to a step within {self.timeout:g} s, or cannot be reached"
-                reasons = {r: late if why is None else why for r, why in reasons.items()}
-                break
-            time.sleep(_POLL_SECONDS)
+        reasons: dict[int, str | None] = {}
+
+        def unknown() -> bool:
+            reasons.update((rank, self._reason(rank)) for rank in others)
+            return None in reasons.values() and not any(reasons.values())
+
+        if poll_while(unknown, EXIT_REASON_SECONDS, _POLL_SECONDS):
+            late = f"did not come to a step within {self.timeout:g} s, or cannot be reached"
+            reasons = {r: late if why is None else why for r, why in reasons.items()}
         named = [f"rank {rank} {reason}" for rank, reason in reasons.items() if reason]
         found = "; ".join(named) or f"came late, or for another step than the others, {error}"
         return PeerGoneError(
