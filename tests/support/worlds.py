@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+from tests.support.bounds import DEADLINE
 from tests.support.processes import receive, server_of_this_process, spawned, use_server
 
 
@@ -31,7 +32,7 @@ class World:
 
     def results(self) -> list[Any]:
         """What the target returned on each rank, or the exception that it raised there."""
-        return [receive(pipe) for pipe in self.pipes]
+        return [receive(pipe, 4 * DEADLINE) for pipe in self.pipes]  # it may do much
 
 
 @contextlib.contextmanager

@@ -1,0 +1,70 @@
+"""What ranks say of those that have left, from what these have posted and from their processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from unittest.mock import Mock
+
+import pytest
+from torch.distributed import HashStore
+
+from torchrl_unilab.runtime import Ranks
+
+HERE = socket.gethostname()
+
+
+@pytest.fixture
+def ended() -> int:
+    """The id of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def two_of(size: int) -> tuple[Ranks, Ranks]:
+    """The last two ranks, which have joined; their processes live."""
+    one, other = Ranks(size - 2, size), Ranks(size - 1, size)
+    one._store = other._store = HashStore()
+    one._processes = other._processes = [(HERE, os.getpid())] * size
+    return one, other
+
+
+def test_a_rank_that_ended_with_its_store_is_not_said_to_have_crashed(ended):
+    ranks = Ranks(1, 2)
+    ranks._store = Mock(check=Mock(side_effect=RuntimeError("Connection reset by peer")))
+    ranks._processes = [(HERE, ended), (HERE, os.getpid())]
+    said = str(ranks._peer_error(RuntimeError("recv failed")))
+    assert "rank 0 has ended, and what it said is gone with its store" in said
+    assert "crashed" not in said
+
+
+def test_a_rank_that_was_interrupted_is_said_to_be_so_without_an_empty_message():
+    one, other = two_of(2)
+    other.leave(KeyboardInterrupt())
+    error = one._peer_error(RuntimeError("recv failed"))
+    assert "rank 1 failed with KeyboardInterrupt\n" in str(error)
+
+
+def test_a_rank_that_leaves_because_of_another_is_not_to_blame():
+    one, other = two_of(2)
+    other._post_exit_reason("failed with ArithmeticError: the physics exploded")
+    error = one._peer_error(RuntimeError("recv failed"))
+    assert "rank 1 failed with ArithmeticError" in str(error)
+    one.leave(error)
+    assert other._reason(0) == ""
+
+
+def test_a_rank_of_another_machine_is_not_looked_for_on_this_one(ended):
+    ranks, _ = two_of(2)
+    for host, found in [(HERE, f"process {ended}"), ("elsewhere", "None")]:
+        ranks._processes = [(HERE, os.getpid()), (host, ended)]
+        assert found in str(ranks._reason(1))
+
+
+def test_a_rank_leaves_though_its_launcher_has_ended_with_the_store():
+    ranks = Ranks(1, 2)
+    ranks._store = Mock(check=Mock(side_effect=RuntimeError("Connection reset by peer")))
+    ranks.leave()
+    ranks.leave()
