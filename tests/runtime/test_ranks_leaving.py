@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 from torch.distributed import HashStore
 
+from torchrl_unilab.errors import PeerGoneError
 from torchrl_unilab.runtime import Ranks
 
 HERE = socket.gethostname()
@@ -54,6 +55,33 @@ def test_a_rank_that_leaves_because_of_another_is_not_to_blame():
     assert "rank 1 failed with ArithmeticError" in str(error)
     one.leave(error)
     assert other._reason(0) == ""
+
+
+def test_a_rank_that_is_interrupted_after_another_has_crashed_names_that_one(ended):
+    """A launcher interrupts all ranks once it has lost one, which may be the first they hear."""
+    one, other = two_of(3)
+    one._processes = [(HERE, ended), *one._processes[1:]]
+    crashed = f"^rank 1 of 3: rank 0 was ended by a signal, or has crashed, process {ended}\n"
+    for _ in range(2):  # also once it has left
+        with pytest.raises(PeerGoneError, match=crashed):
+            one.leave(KeyboardInterrupt())
+    assert other._reason(1) == ""
+
+
+def test_a_rank_that_is_interrupted_after_a_failed_step_leaves_with_the_error_of_that():
+    one, other = two_of(2)
+    other.leave(ArithmeticError("the physics exploded"))
+    error = one._peer_error(RuntimeError("recv failed"))
+    one.leave(error)
+    with pytest.raises(PeerGoneError, match="the physics exploded"):
+        one.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+
+def test_an_interrupt_of_all_ranks_is_no_error_of_any(ended):
+    one, other = two_of(2)
+    other.leave(KeyboardInterrupt())
+    one._processes = [*one._processes[:1], (HERE, ended)]
+    one.leave(KeyboardInterrupt())
 
 
 def test_a_rank_of_another_machine_is_not_looked_for_on_this_one(ended):

@@ -45,6 +45,7 @@ from torchrl_unilab.scalars import as_integer, as_seconds, poll_while
 EXIT_REASON_SECONDS = 5.0  # within which the others say why they leave
 _POLL_SECONDS = 0.05
 _FOLLOWED = ""  # exit reason of a rank that leaves because another one did
+_CRASHED = "was ended by a signal, or has crashed"
 _LONGEST_SECONDS = 1e8  # c10d counts nanoseconds in 64 bits
 _LONGEST_PAUSE_SECONDS = 0.01  # between two polls whether the others have come
 
@@ -53,10 +54,11 @@ class Ranks:
     """This process's rank among those that learn together, and their collective operations.
 
     Entering the context joins the other ranks, and leaving it tells them why. In between, SIGTERM,
-    with which a launcher ends ranks, raises KeyboardInterrupt unless something else handles it. All
-    ranks call the same methods in the same order. If a rank does not, because it was killed,
-    stopped or has failed, the others raise a PeerGoneError within `timeout` seconds, which names
-    it.
+    with which a launcher ends ranks, raises KeyboardInterrupt unless something else handles it. If
+    a rank of this machine has crashed, an interrupt leaves the context as a PeerGoneError, which
+    names it. All ranks call the same methods in the same order. If a rank does not, because it was
+    killed, stopped or has failed, the others raise a PeerGoneError within `timeout` seconds, which
+    names it.
 
     Args:
         rank: This one's number; rank 0 alone writes, logs and evaluates.
@@ -89,6 +91,7 @@ class Ranks:
         self._handler: Any = None  # SIGTERM's, from before the context was entered
         self._waiting = False  # in a collective operation, or interrupted in one
         self._processes: list[tuple[str, int]] = []  # host and process id of each rank
+        self._gone: PeerGoneError | None = None  # names those because of which this one leaves
 
     @classmethod
     def of_torchrun(cls, *, device: str = "cpu", timeout: float = 300.0) -> Self:
@@ -105,6 +108,7 @@ class Ranks:
             return self
         # By rank: NaN if its gradients were not finite in the first step with such a rank.
         self._non_finite = torch.zeros(self.size)
+        self._gone = None
         if dist.is_initialized():
             raise ConfigError(
                 f"ranks: this process has a process group already (expected none: {self.size} "
@@ -166,9 +170,11 @@ class Ranks:
         return "cpu:gloo,cuda:nccl" if own else "gloo"
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.leave(error)
-        if self._handler is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            self.leave(error)
+        finally:
+            if self._handler is signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def leave(self, why: BaseException | None = None) -> None:
         """Tell the others why this rank leaves, and leave. Idempotent.
@@ -178,14 +184,23 @@ class Ranks:
 
         Args:
             why: The error that it fails with; None if it is done.
+
+        Raises:
+            PeerGoneError: `why` is an interrupt, as a launcher sends to all ranks once one is lost.
+                Names that one, if it has crashed on this machine, or broke off a step before.
         """
-        if self._store is None:
-            return
-        words = filter(None, (type(why).__name__, str(why)))  # an interrupt has no message
-        self._post_exit_reason("is done" if why is None else f"failed with {': '.join(words)}")
-        self._store = None
-        if dist.is_initialized() and not self._waiting:  # destroying it waits for the others
-            dist.destroy_process_group()
+        interrupted = isinstance(why, KeyboardInterrupt)
+        if self._store is not None:
+            if interrupted and (crashed := self._crashed()):
+                self._gone = self._gone_error(crashed)
+            words = filter(None, (type(why).__name__, str(why)))  # an interrupt has no message
+            reason = "is done" if why is None else f"failed with {': '.join(words)}"
+            self._post_exit_reason(reason if self._gone is None else _FOLLOWED)
+            self._store = None
+            if dist.is_initialized() and not self._waiting:  # destroying it waits for the others
+                dist.destroy_process_group()
+        if interrupted and self._gone is not None:
+            raise self._gone
 
     def mean_(self, gradients: Sequence[torch.Tensor], statistics: Sequence[torch.Tensor]) -> None:
         """Average gradients and statistics over all ranks, in place, by one ``all_reduce``.
@@ -309,11 +324,21 @@ class Ranks:
             reasons = {r: late if why is None else why for r, why in reasons.items()}
         named = [f"rank {rank} {reason}" for rank, reason in reasons.items() if reason]
         found = "; ".join(named) or f"came late, or for another step than the others, {error}"
+        self._gone = self._gone_error(found)
+        return self._gone
+
+    def _gone_error(self, found: str) -> PeerGoneError:
         return PeerGoneError(
             f"rank {self.rank} of {self.size}: {found}\n(expected all to come "
             "to each step). Remove the cause, and start again, with --resume if there is a "
             "checkpoint."
         )
+
+    def _crashed(self) -> str:
+        """Return which ranks of this machine have ended without a word, and how, if any."""
+        reasons = {rank: self._reason(rank) or "" for rank in range(self.size) if rank != self.rank}
+        crashed = {rank: why for rank, why in reasons.items() if why.startswith(_CRASHED)}
+        return "; ".join(f"rank {rank} {why}" for rank, why in crashed.items())
 
     def _reason(self, rank: int) -> str | None:
         """Return why a rank leaves: empty if another one is to blame, None if not known yet."""
@@ -345,7 +370,7 @@ def _state(pid: int) -> str | None:
     """Return what keeps a process of this machine from working; None if nothing does."""
     status = process_status(pid)
     if status == psutil.STATUS_ZOMBIE:
-        return "was ended by a signal, or has crashed"
+        return _CRASHED
     return "was stopped by a signal" if status == psutil.STATUS_STOPPED else None
 
 

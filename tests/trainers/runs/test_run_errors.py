@@ -10,6 +10,7 @@ import pytest
 from tests.support.quick import APPO, quick_run
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
+from torchrl_unilab.errors import PeerGoneError
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer
 from torchrl_unilab.trainers.runs import train as module
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
@@ -31,6 +32,23 @@ def test_the_first_error_is_raised_though_its_checkpoint_fails_unless_ctrl_c_end
     with pytest.raises((RuntimeError, KeyboardInterrupt), match=raised):
         quick_run(tmp_path)
     assert save.call_count == 1
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "raised"),
+    [
+        (RuntimeError("the first"), KeyboardInterrupt("by the launcher")),
+        (KeyboardInterrupt(), PeerGoneError("another rank has crashed")),
+    ],
+)
+def test_what_was_learnt_is_saved_though_leaving_the_other_ranks_raises(
+    tmp_path, monkeypatch, ended_by, raised
+):
+    monkeypatch.setattr(APPOTrainer, "_learn", Mock(side_effect=ended_by))
+    monkeypatch.setattr(module.Ranks, "leave", Mock(side_effect=[raised, None]))
+    with pytest.raises(type(raised), match=str(raised)):
+        quick_run(tmp_path)
+    assert RunCheckpoints(tmp_path / "checkpoint").newest().frames == 128
 
 
 def test_an_interrupted_run_is_saved_though_its_output_has_no_reader(tmp_path, monkeypatch):

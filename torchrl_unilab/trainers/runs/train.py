@@ -178,13 +178,12 @@ class Run:
             self._create_proxy = partial(make, num_envs=1, num_threads=1)
             size = {"num_envs": config.num_envs, "num_threads": self.threads.physics_threads}
             self._create_env = partial(make, **size, stagger=config.stagger)
-        self.path, self._again = run_path(run_dir), again
+        self.path, self._again, self._writing = run_path(run_dir), again, False
         self.resumed = [*saved.resumed, saved.frames] if saved else []
         # A resumed run has new seeds: workers without a saved state do not repeat old episodes.
         root = (options.seed, saved.frames) if saved else options.seed
         self._network_seed = child_seeds(options.seed, 1)[0]
         self._acting_seed = child_seeds(root, 2 + ranks.rank)[-1]
-        self._writing = False
         self._holding = contextlib.ExitStack()  # the directory's lock and the logs, until the end
         self.evaluation: BackgroundEvaluation | None = None
 
@@ -257,8 +256,7 @@ class Run:
         self.cpu = CollectorTime(collector)
         self.cpu.register(trainer)
         if saved:
-            devices = ("device", "collector_device")
-            moved = any(saved.run[name] != self.settings[name] for name in devices)
+            moved = any(saved.run[n] != self.settings[n] for n in ("device", "collector_device"))
             load_trainer(trainer, saved, moved=moved)
 
     def _make_trainer(self, collector: Any, scheme: UniLabShmScheme) -> Any:
@@ -312,18 +310,21 @@ class Run:
             if self.evaluation is not None:
                 self.evaluation.finish()  # one that runs although another rank has stopped
         except KeyboardInterrupt as interrupt:
-            self.ranks.leave(interrupt)  # first: the others wait
-            if self.is_rank_zero:
-                with contextlib.suppress(OSError):  # the reader may be gone
-                    self.announce("interrupted: saving what was learnt; again to stop without")
-                save_learner(trainer)
+            try:
+                self.ranks.leave(interrupt)  # first: the others wait
+            finally:  # also if that is interrupted, or names a rank that is lost
+                if self.is_rank_zero:
+                    with contextlib.suppress(OSError):  # the reader may be gone
+                        self.announce("interrupted: saving what was learnt; again to stop without")
+                    save_learner(trainer)
             return True
         except Exception as error:
-            self.ranks.leave(error)
-            with contextlib.suppress(OSError, UniLabError):  # the first error says more
-                # Keep what was learnt, unless it has diverged: that could not be resumed.
-                if self.is_rank_zero and not isinstance(error, DivergedError):
-                    save_learner(trainer, insist=self.ranks.size > 1)
+            try:
+                self.ranks.leave(error)
+            finally:
+                with contextlib.suppress(OSError, UniLabError):  # the first error says more
+                    if self.is_rank_zero and not isinstance(error, DivergedError):  # not to resume
+                        save_learner(trainer, insist=self.ranks.size > 1)
             raise
         return False
 
@@ -335,9 +336,8 @@ class Run:
         check_newest(self.saved, self.path)
         self._writing = True
         write_whole(self.path / CONFIG_FILE, as_yaml(self.settings))
-        resumed_at = 0 if self._again else None  # logs of later frames are removed
-        if self.saved:
-            resumed_at = self.saved.frames
+        frames = self.saved.frames if self.saved else 0
+        resumed_at = frames if self.saved or self._again else None  # logs of later frames go
         logger = run_logger(self.path, self.loggers, self._holding, resumed_at)
         if self.saved is None:
             logger.log_hparams(self.settings | package_versions())
