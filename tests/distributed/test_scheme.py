@@ -192,6 +192,21 @@ def test_each_publish_of_several_threads_has_a_version_of_its_own(learner):
     assert scheme.version == FIRST + 8
 
 
+def test_a_scheme_that_another_thread_shuts_down_in_mid_publish_fails_with_the_next(
+    learner, monkeypatch
+):
+    scheme, _ = learner
+
+    def shut_down(weights: Any) -> dict[str, torch.Tensor]:
+        scheme.shutdown()
+        return named_tensors(weights)
+
+    monkeypatch.setattr("torchrl_unilab.distributed.scheme.named_tensors", shut_down)
+    scheme.send()
+    with pytest.raises(UsageError, match="no mailbox"):
+        scheme.send()
+
+
 def test_weights_may_take_long_to_come(learner, monkeypatch):
     scheme, _ = learner
     ray, waits = load_ray(), []

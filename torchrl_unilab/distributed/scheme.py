@@ -143,7 +143,7 @@ class UniLabRayScheme(WeightSyncScheme):
         self._optional = ModuleWeights(model).optional
         self._mailbox = open_mailbox(self._name)
         self._session = session()
-        self._post(tensors, self.version)
+        self._post(self._mailbox, tensors, self.version)
         self._thread = threading.Thread(
             target=_post_again, args=(weakref.ref(self), self._ended), name="mailbox", daemon=True
         )
@@ -184,16 +184,16 @@ class UniLabRayScheme(WeightSyncScheme):
             ConfigError: `weights` are no weights.
             LayoutError: Keys, shapes or dtypes differ from the policy's; nothing was posted.
         """
-        self._check_mailbox()
+        mailbox = self._checked_mailbox()
         with span("publish"):
             tensors = named_tensors(self.model if weights is None else weights)
             if absent := self._optional - tensors.keys():  # RayCollector leaves out extra state
                 own = named_tensors(self.model)
                 tensors |= {key: own[key] for key in absent}
             with self._sending:  # any thread may: each takes a number of its own
-                self._post(tensors, self.version + 1)
+                self._post(mailbox, tensors, self.version + 1)
 
-    def _post(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+    def _post(self, mailbox: Any, tensors: dict[str, torch.Tensor], version: int) -> None:
         """Post tensors as a version."""
         ray, layout = load_ray(), self._layout
         ordered = layout.select(tensors)
@@ -204,7 +204,7 @@ class UniLabRayScheme(WeightSyncScheme):
         self.version = version  # counts before it is posted: a version is never used twice
         self._letter = Letter(version, [stored])
         try:
-            self._mailbox.post.remote(self._letter)
+            mailbox.post.remote(self._letter)
         except ray.exceptions.PendingCallsLimitExceeded:
             self.skipped += 1
 
@@ -214,9 +214,10 @@ class UniLabRayScheme(WeightSyncScheme):
             with contextlib.suppress(load_ray().exceptions.RayError):
                 self._mailbox.post.remote(self._letter)
 
-    def _check_mailbox(self) -> None:
-        """Refuse to go on without a mailbox: a call to one that is gone would start Ray anew."""
-        if self._mailbox is None:
+    def _checked_mailbox(self) -> Any:
+        """Return the mailbox; refuse one that is gone, as a call to it would start Ray anew."""
+        mailbox = self._mailbox  # another thread may shut the scheme down from here on
+        if mailbox is None:
             raise UsageError(
                 "UniLabRayScheme: no mailbox (expected one: RayCollector makes it at its start, "
                 "and its shutdown, at the end of its loop, ends it). Use the scheme between."
@@ -226,6 +227,7 @@ class UniLabRayScheme(WeightSyncScheme):
                 f"Ray: {'not running' if found is None else 'started again'} (expected the one "
                 "that the scheme's mailbox is in). Make the collector and its scheme again."
             )
+        return mailbox
 
     # What the nodes report
 
@@ -274,10 +276,9 @@ class UniLabRayScheme(WeightSyncScheme):
 
     def _reports(self) -> Reports:
         """Return what nodes reported; the last reports known if the mailbox does not answer."""
-        self._check_mailbox()
-        ray = load_ray()
+        mailbox, ray = self._checked_mailbox(), load_ray()
         try:
-            reports: Reports = ray.get(self._mailbox.reports.remote(), timeout=_ANSWER_SECONDS)
+            reports: Reports = ray.get(mailbox.reports.remote(), timeout=_ANSWER_SECONDS)
         except ray.exceptions.RayError:  # it is stopped, or being started again
             return self._last_reports
         self._last_reports = self._last_reports | reports
