@@ -233,8 +233,7 @@ class RankTrainer(Trainer):
         if not self._compared:
             self._compared = True
             counts = {"frames until now": self.collected_frames, "total_frames": self.total_frames}
-            shapes = shapes_of(self.loss_module)
-            self.ranks.check_same(counts | vars(self.config) | shapes)
+            self.ranks.check_same(counts | vars(self.config) | shapes_of(self.loss_module))
         super()._pre_steps_log_hook(batch)
 
     def _post_steps_log_hook(self, batch: TensorDictBase | None) -> None:

@@ -305,8 +305,7 @@ class RobotTask(MujocoTask):
             name: weight * self._per_simulation(name, terms[name], n)
             for name, weight in self.weights.items()
         }
-        reward = sum(weighted.values(), np.zeros(n))
-        return Outcome(reward, self.failed(fields), weighted)
+        return Outcome(sum(weighted.values(), np.zeros(n)), self.failed(fields), weighted)
 
     def _per_simulation(self, name: str, term: Any, n: int) -> Array:
         """Return a reward term as ``(n,)``; a constant counts for all simulations."""
