@@ -320,7 +320,7 @@ def test_the_only_gpu_is_found_without_its_number(monkeypatch):
     assert find_device("device", "cuda") == torch.device("cuda")
 
 
-@pytest.mark.parametrize("name", ["cuda:2", "meta", "tpu", torch.device("mps")])
+@pytest.mark.parametrize("name", ["cuda:2", "meta", "tpu", torch.device("mps"), 1.5])
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(two_gpus, name):
     message = rf"device: '{name}' \(.* here: cpu, cuda:0, cuda:1\)"
     with pytest.raises(ConfigError, match=message):

@@ -64,6 +64,12 @@ def test_other_dtypes_are_refused() -> None:
         MujocoBatchEnv("Hopper-v5", 2, dtype=torch.float16)
 
 
+@pytest.mark.parametrize("device", ["bogus", "cuda:99", 1.5])
+def test_a_device_that_is_not_there_is_refused(device: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"device is {device!r} \(expected one that PyTorch has"):
+        MujocoBatchEnv("Hopper-v5", 2, device=device)
+
+
 @pytest.mark.parametrize(
     ("action", "message"),
     [

@@ -108,7 +108,7 @@ def find_device(setting: str, device: torch.device | str) -> torch.device:
         ConfigError: The machine does not have it; names what it has.
     """
     known = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    with contextlib.suppress(RuntimeError):  # PyTorch does not know the device
+    with contextlib.suppress(RuntimeError, TypeError):  # PyTorch does not know the device
         found = torch.device(device)
         named = {"cpu": "cpu", "cuda": f"cuda:{found.index or 0}"}
         if named.get(found.type) in known:

@@ -146,8 +146,14 @@ class MujocoBatchEnv(EnvBase):
                 f"MujocoBatchEnv: dtype is {dtype} (expected torch.float32 or "
                 "torch.float64). Cast the outputs to other types."
             )
+        try:
+            device = torch.empty(0, device="cpu" if device is None else device).device
+        except (AssertionError, RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"MujocoBatchEnv: device is {device!r} (expected one that PyTorch has). Use 'cpu'."
+            ) from error
         state = EnvState(task, num_envs, num_threads, max_episode_steps, randomization, stagger)
-        super().__init__(device="cpu" if device is None else device, batch_size=[num_envs])
+        super().__init__(device=device, batch_size=[num_envs])
         self._state = state
         self.task = task
         self.max_episode_steps, self.stagger = state.episodes.limit, stagger
