@@ -124,8 +124,9 @@ def test_a_state_of_another_task_or_number_of_simulations_changes_nothing():
     partly = {key: value for key, value in env.snapshot().items() if key != "derived"}
     with pytest.raises(ConfigError, match=r"restore: no \['derived'\] in it"):
         env.restore(partly)
-    with pytest.raises(ConfigError, match=r"restore: 0 generators \(expected 3, one per"):
-        env.restore({**env.snapshot(), "generators": []})
+    for none in ({**env.snapshot(), "generators": []}, None):
+        with pytest.raises(ConfigError, match=r"restore: 0 generators \(expected 3, one per"):
+            env.restore(none)
     nameless = {key: value for key, value in env.snapshot().items() if key != "task"}
     env.restore(nameless)  # as it was before names were part of it
     env.close()
@@ -177,7 +178,7 @@ class Rewarded(InvertedPendulum):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (lambda reward: reward[:, None], r"shape \(3, 1\) \(expected \(3,\)\)"),
+        (lambda reward: reward[:, None], r"shape \(3, 1\) \(expected an array of shape \(3,\)\)"),
         (lambda reward: reward / 0.0 * [0, 1, 1], "are not finite, the first in simulation 0"),
         (
             lambda reward: np.where(np.arange(3) == 2, np.nan, reward),
@@ -212,7 +213,11 @@ class Judged(InvertedPendulum):
         (lambda _: None, r"^outcome of Mine: NoneType \(expected an Outcome\)"),
         (
             lambda outcome: replace(outcome, terms={"part": outcome.reward[:, None]}),
-            r"part of Mine have shape \(3, 1\) \(expected \(3,\)\)",
+            r"part of Mine are ndarray of shape \(3, 1\) \(expected an array of shape \(3,\)\)",
+        ),
+        (
+            lambda outcome: replace(outcome, reward=torch.tensor(outcome.reward)),
+            r"rewards of Mine are Tensor of shape \(3,\) \(expected an array of shape \(3,\)\)",
         ),
         (
             lambda outcome: replace(outcome, info={"speed": 1.0}),
@@ -337,7 +342,7 @@ def test_terminations_that_are_not_one_for_each_simulation_are_refused_at_the_fi
     with contextlib.closing(make(Ended(name="Mine", end=end), 0)) as env:
         action = env.rand_action(env.reset())
         with pytest.raises(
-            ValueError, match=rf"terminations of Mine have shape {re.escape(shape)}"
+            ValueError, match=rf"terminations of Mine are \w+ of shape {re.escape(shape)}"
         ):
             env.step(action)
 

@@ -279,7 +279,8 @@ class EnvState:
             ConfigError: The state is of another task or number of simulations. Nothing has
                 changed then.
         """
-        if (found := len(state.get("generators", ()))) != len(self):
+        generators = state.get("generators", ()) if isinstance(state, Mapping) else ()
+        if (found := len(generators)) != len(self):
             raise ConfigError(
                 f"restore: {found} generators (expected {len(self)}, one per simulation). Restore "
                 "what `snapshot` returned."

@@ -330,10 +330,11 @@ def checked_outcome(
         )
     checked = ("rewards", outcome.reward), ("terminations", outcome.terminated)
     for name, value in (*checked, *outcome.terms.items()):
-        if np.shape(value) != (n,):
+        if not isinstance(value, np.ndarray) or value.shape != (n,):
             raise ConfigError(
-                f"MujocoBatchEnv.step: {name} of {task.name} have shape {np.shape(value)} "
-                f"(expected {(n,)}). Correct the task's `outcome`, or `failed`."
+                f"MujocoBatchEnv.step: {name} of {task.name} are {type(value).__name__} of shape "
+                f"{tuple(np.shape(value))} (expected an array of shape {(n,)}). Correct the task's "
+                "`outcome`, or `failed`."
             )
     for name, value in outcome.info.items():
         if not isinstance(value, np.ndarray) or value.shape[:1] != (n,):
@@ -342,7 +343,7 @@ def checked_outcome(
                 f"shape {np.shape(value)} (expected an array, {n} simulations first). Correct the "
                 "task's `outcome`."
             )
-    if (kind := np.asarray(outcome.terminated).dtype) != np.bool_:
+    if (kind := outcome.terminated.dtype) != np.bool_:
         raise ConfigError(
             f"MujocoBatchEnv.step: terminations of {task.name} are of {kind} (expected "
             "bool). Compare in the task's `outcome`, or `failed`."

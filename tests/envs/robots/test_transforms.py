@@ -257,6 +257,8 @@ def test_delays_work_on_an_environment_without_batch() -> None:
         lambda: ActionDelay(1.0),
         lambda: ObservationNoise(-0.1),
         lambda: ObservationNoise([0.1, float("nan")]),
+        lambda: ObservationNoise("a"),
+        lambda: ObservationNoise([0.1, [0.2]]),
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], Transform]) -> None:

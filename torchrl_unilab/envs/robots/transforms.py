@@ -59,7 +59,10 @@ class ObservationNoise(ObservationTransform):
     """
 
     def __init__(self, std: Numbers, in_keys: Keys = ("observation",)) -> None:
-        deviation = torch.as_tensor(std, dtype=torch.float64)
+        try:
+            deviation = torch.as_tensor(std, dtype=torch.float64)
+        except (RuntimeError, TypeError, ValueError):  # no numbers
+            deviation = torch.tensor(torch.nan)
         if not deviation.isfinite().all() or (deviation < 0).any():
             raise ConfigError(
                 f"ObservationNoise: std is {std} (expected finite numbers of at least 0). "
