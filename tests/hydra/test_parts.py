@@ -11,12 +11,13 @@ import pytest
 import torch
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig
+from torchrl.trainers import TrainerHookBase
 
 from tests.support.processes import live_children
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, DivergedError
 from torchrl_unilab.hydra import __main__ as command
 from torchrl_unilab.hydra.factories import (
     _sized,
@@ -107,7 +108,7 @@ def test_a_collectors_node_has_no_policy_of_its_own_beside_the_trainers():
 
 
 def test_a_hook_that_is_refused_leaves_no_worker():
-    hook = Mock(**{"register.side_effect": ConfigError("no such stage")})
+    hook = Mock(TrainerHookBase, **{"register.side_effect": ConfigError("no such stage")})
     make_env = partial(MujocoBatchEnv, TASK)
     with pytest.raises(ConfigError, match="no such stage") as refused:
         make_appo_trainer(
@@ -154,3 +155,13 @@ def test_an_error_of_a_part_that_is_none_of_ours_shows_where_it_was_raised(monke
     error.__cause__ = ZeroDivisionError("its own")
     with pytest.raises(InstantiationException, match="in a part"):
         _run(monkeypatch, tmp_path, side_effect=error)
+
+
+def test_an_error_of_ours_in_training_is_one_line_and_what_the_trainer_has_is_closed(
+    monkeypatch, tmp_path
+):
+    trainer = Mock(OffPolicyTrainer, **{"train.side_effect": DivergedError("loss is nan")})
+    with pytest.raises(SystemExit, match=r"^error: loss is nan$"):
+        _run(monkeypatch, tmp_path, return_value=trainer)
+    trainer.close.assert_called_once_with()
+    trainer.collector.shutdown.assert_called_once_with()

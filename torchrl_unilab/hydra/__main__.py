@@ -19,6 +19,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from torchrl_unilab import preload  # noqa: F401  (spares the end of the process a second)
 from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.errors import ConfigError, UniLabError, WorkerError
+from torchrl_unilab.trainers import OffPolicyTrainer
 from torchrl_unilab.trainers.base import RankTrainer
 
 
@@ -40,6 +41,8 @@ def _train(config: DictConfig) -> None:
                 trainer.save_trainer(force_save=True)
         raise
     finally:
+        if isinstance(trainer, OffPolicyTrainer):
+            trainer.close()  # `--multirun` trains several in this process
         trainer.collector.shutdown()
     logging.getLogger(__name__).info("%d frames collected", trainer.collected_frames)
 
@@ -51,7 +54,7 @@ def _expected() -> str:
 
 
 def main() -> None:
-    """Train; end without a traceback where the configuration, or a setting, cannot work."""
+    """Train; end without a traceback of this process where the reason is known."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else Hydra prints an error and exits
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     try:
@@ -59,7 +62,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.exit(130)
-    except ConfigError as error:
+    except UniLabError as error:
         sys.exit(f"error: {error}")
     except InstantiationException as error:
         if not isinstance(error.__cause__, UniLabError):
@@ -68,6 +71,10 @@ def main() -> None:
     except OmegaConfBaseException as error:  # such as an interpolation that cannot be resolved
         reason = " ".join(str(error).split())
         sys.exit(f"error: {reason} (expected a value of its type). Correct the value.")
+    except ValueError as error:  # of Hydra, for a group that is null
+        if not str(error).startswith("Config group override"):
+            raise
+        sys.exit(f"error: {error} (expected an option). Name one, or set trainer.logger=null.")
     except MissingConfigException as error:
         options = error.options  # the group's options; None if a whole configuration is missing
         expected = f"expected one of {', '.join(options)}" if options else _expected()
