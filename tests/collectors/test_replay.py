@@ -252,8 +252,9 @@ def test_states_and_seeds_are_served_between_ticks():
         ({"frames_per_batch": 2, "num_collectors": 2}, "multiple of 4"),
         ({"init_random_frames": -1}, "init_random_frames"),
         ({"init_random_frames": 40.5}, "init_random_frames"),
-        ({"replay": {"max_size": 9}}, r"replay: \['max_size'\] among the settings"),
-        ({"replay": {"writers": 1, "n_step": 2}}, r"replay: \['writers'\] among the settings"),
+        ({"replay": {"max_size": 9}}, r"replay: \{'max_size': 9\} \(expected settings by name wit"),
+        ({"replay": {"writers": 1, "n_step": 2}}, r"replay: .* \(expected settings by name wit"),
+        ({"replay": "x"}, r"replay: 'x' \(expected settings by name"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

@@ -224,6 +224,11 @@ def test_without_a_recipe_their_names_are_said(arguments, monkeypatch, tmp_path)
         ("settings.epochs=${nope}", r"error: Interpolation key 'nope' not found .* Correct the"),
         ("settings=apo", r"error: .*'settings/apo' \(expected one of appo, sac, td3\)"),
         ("total_frames=1e4", r"error: .*'10000\.0'.* Integer.* Correct the value\.$"),
+        ("trainer.checkpoint=x", r"error: checkpoint: 'x' \(expected Checkpoint"),
+        ("trainer.hooks=x", r"error: trainer=appo hooks: 'x' \(expected a list of TorchRL's hooks"),
+        ("logger=null", r"error: Config group override must be .* NoneType \(expected an option"),
+        ("~logger", r"error: logger: \{'exp_name': .*\} \(expected Logger"),
+        ("env.device=cuda:99", r"error: MujocoBatchEnv: device is 'cuda:99' \(expected one that"),
         (
             "env.num_envs=3",
             r"error: env.num_envs: 3 with settings.num_envs 4 \(.* Set settings\.num",
@@ -273,6 +278,18 @@ def test_too_few_frames_for_an_update_are_refused(monkeypatch):
     few = [*OFF_POLICY, "total_frames=1"]
     monkeypatch.setattr("sys.argv", ["hydra", "--config-name", "sac", *few])
     with pytest.raises(SystemExit, match=r"error: total_frames: 1 \(expected at least 16, which"):
+        main()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("collector.replay=x", r"error: replay: 'x' \(expected settings by name"),
+    ],
+)
+def test_what_cannot_work_with_a_replay_is_refused_in_one_line(override, message, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hydra", "--config-name", "sac", *OFF_POLICY, override])
+    with pytest.raises(SystemExit, match=message):
         main()
 
 

@@ -6,6 +6,7 @@ import re
 from functools import partial
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from torch import nn
 from torchrl.checkpoint import Checkpoint
@@ -74,6 +75,31 @@ def test_defaults_of_stock_trainers_are_accepted(trainer, config):
         "learner_poll_interval": 0.05,
     }
     check_arguments(defaults, config, type(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("checkpoint", "x", r"'x' \(expected Checkpoint \| None\)"),
+        ("checkpoint_metadata", {}, r"\{\} \(expected Callable\[.*\] \| None\)"),
+        ("logger", "csv", r"'csv' \(expected Logger \| None\)"),
+        ("save_trainer_file", 5, r"5 \(expected str \| pathlib.Path \| None\)"),
+        ("log_interval", "often", r"'often' \(expected int\)"),
+    ],
+)
+@BOTH
+def test_arguments_of_stock_trainers_of_another_type_are_refused(
+    trainer, config, name, value, expected
+):
+    with pytest.raises(ConfigError, match=rf"^{name}: {expected}\. Correct it, or leave it out"):
+        check_arguments({name: value}, config, type(config))
+
+
+@BOTH
+def test_arguments_of_stock_trainers_of_their_types_are_accepted(trainer, config, tmp_path):
+    given = {"checkpoint": Checkpoint(), "checkpoint_metadata": len, "save_trainer_file": tmp_path}
+    given |= {"log_interval": np.int64(5), "logger": Mock()}  # as a client of a logger elsewhere is
+    check_arguments(given, config, type(config))
 
 
 @BOTH

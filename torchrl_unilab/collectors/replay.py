@@ -134,9 +134,11 @@ class ReplayCollector(WorkerCollector):
         **workers: Unpack[WorkerSettings],
     ) -> None:
         super().__init__(create_env_fn, policy, **workers)
-        if taken := {"max_size", "example", "writers"} & {*(replay or {})}:
+        own = {} if replay is None else replay
+        decided = {"max_size", "example", "writers"}
+        if not isinstance(own, Mapping) or decided & own.keys():
             raise ConfigError(
-                f"replay: {sorted(taken)} among the settings (expected others: capacity, "
+                f"replay: {own!r} (expected settings by name without {sorted(decided)}: capacity, "
                 "environments and workers decide these). Leave them out."
             )
         self.init_random_frames = as_integer(
@@ -144,7 +146,7 @@ class ReplayCollector(WorkerCollector):
         )
         self.learners = 1
         self.batch_size: int | None = None
-        self._replay = {"max_size": capacity, **(replay or {})}
+        self._replay = {"max_size": capacity, **own}
         self._yielded = 0  # ticks
         self._launch(frames_per_batch, share=self.num_workers, explore=explore)
 

@@ -24,7 +24,7 @@ from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.hydra.nodes import TrainerNode
 from torchrl_unilab.scalars import as_integer
-from torchrl_unilab.trainers.base import leave_out
+from torchrl_unilab.trainers.base import check_arguments, leave_out
 from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -105,10 +105,13 @@ def _make_trainer(
     hooks: Sequence[TrainerHookBase] | None = None,
     **others: Any,
 ) -> Trainer:
-    if not isinstance(config, kind):
+    passed = {name: value for name, value in others.items() if name in _PASSED}
+    check_arguments(passed, config, kind)
+    hooks = [] if hooks is None else hooks
+    if not (isinstance(hooks, Sequence) and all(isinstance(h, TrainerHookBase) for h in hooks)):
         raise ConfigError(
-            f"{name} config: {type(config).__name__} (expected {kind.__name__}). Choose the "
-            "settings of that algorithm."
+            f"{name} hooks: {hooks!r} (expected a list of TorchRL's hooks). List them, as in "
+            "trainer.hooks=[${h}]."
         )
     _refuse(name, [k for k, v in others.items() if v is not None and k not in _PASSED], kind)
     overrides = _overrides(name, collector, kind)
@@ -135,9 +138,9 @@ def _make_trainer(
             normalizers=learner.normalizers,
             scheme=scheme,
             seed=acting_seed,
-            **{name: value for name, value in others.items() if name in _PASSED},
+            **passed,
         )
-        for hook in hooks or ():
+        for hook in hooks:
             hook.register(trainer)
     except BaseException:
         collecting.shutdown()

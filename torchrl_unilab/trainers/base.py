@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral, Number
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -31,10 +32,11 @@ _NEVER_CALLED = ("post_loss", "process_loss", "optimizer")
 _OURS = ("frame_skip", "num_epochs", "optim_steps_per_batch", "optimizer", "optimization_stepper")
 """Arguments of TorchRL's `Trainer` that our trainers pass themselves."""
 
+_STOCK, _TYPES = inspect.signature(Trainer.__init__).parameters, get_type_hints(Trainer.__init__)
+_PLAIN = (str, Number, Mapping, Sequence)  # other objects may do as well, as clients of loggers do
+
 _UNSET: Mapping[str, tuple[object, ...]] = {
-    name: (None, parameter.default)
-    for name, parameter in inspect.signature(Trainer.__init__).parameters.items()
-    if name not in _OURS
+    name: (None, parameter.default) for name, parameter in _STOCK.items() if name not in _OURS
 }
 """Values of each other argument of TorchRL's `Trainer` that count as not given."""
 
@@ -99,7 +101,7 @@ def leave_out(names: Iterable[str], kind: type) -> str:
 
 
 def check_arguments(given: Mapping[str, object], config: object, kind: type) -> None:
-    """Refuse arguments of TorchRL's that would have no effect, and settings of another algorithm.
+    """Refuse settings of another algorithm, and stock arguments of other types or of no effect.
 
     Raises:
         ConfigError: Names them.
@@ -114,6 +116,14 @@ def check_arguments(given: Mapping[str, object], config: object, kind: type) -> 
         raise ConfigError(
             f"{', '.join(own)}: given (expected to follow from config). {leave_out(own, kind)}"
         )
+    for name in [name for name in given if name in _TYPES and name not in REPLACEMENTS[kind]]:
+        hints, value = get_args(_TYPES[name]) or [_TYPES[name]], given[name]
+        kinds = [Integral if hint is int else get_origin(hint) or hint for hint in hints]
+        if isinstance(value, _PLAIN) and not isinstance(value, tuple(kinds)):
+            raise ConfigError(
+                f"{name}: {value!r} (expected {_STOCK[name].annotation}). Correct it, or leave it "
+                "out."
+            )
 
 
 class RankTrainer(Trainer):
