@@ -222,6 +222,7 @@ def test_without_a_recipe_their_names_are_said(arguments, monkeypatch, tmp_path)
         ("env.seed=1", r"error: env.seed: 1 \(expected null"),
         ("settings.epochs=five", r"error: .*settings\.epochs=five: .*'five'.* Integer"),
         ("settings.epochs=${nope}", r"error: Interpolation key 'nope' not found .* Correct the"),
+        ("settings.algorithm=ppo", r"error: algorithm: 'ppo' \(expected 'appo', 'sac' or 'td3'\)"),
         ("settings=apo", r"error: .*'settings/apo' \(expected one of appo, sac, td3\)"),
         ("total_frames=1e4", r"error: .*'10000\.0'.* Integer.* Correct the value\.$"),
         ("trainer.checkpoint=x", r"error: checkpoint: 'x' \(expected Checkpoint"),
@@ -285,6 +286,8 @@ def test_too_few_frames_for_an_update_are_refused(monkeypatch):
     ("override", "message"),
     [
         ("collector.replay=x", r"error: replay: 'x' \(expected settings by name"),
+        ("collector.total_frames=16", r"error: collector\.total_frames: 16 with total_frames 64"),
+        ("settings.noise_std_max=1", r"error: settings\.noise_std_max: unknown \(expected a key"),
     ],
 )
 def test_what_cannot_work_with_a_replay_is_refused_in_one_line(override, message, monkeypatch):

@@ -23,7 +23,7 @@ from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.hydra.nodes import TrainerNode
-from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.trainers.base import check_arguments, leave_out
 from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds
@@ -50,7 +50,8 @@ def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:
     if isinstance(hidden := given.get("hidden"), Sequence):
         given["hidden"] = tuple(hidden)
     try:
-        return SETTINGS[algorithm].for_task(task, **given)
+        known = as_choice("algorithm", algorithm, SETTINGS, "Choose one.")
+        return SETTINGS[known].for_task(task, **given)
     except TypeError as error:  # an unknown setting
         raise ConfigError(str(error)) from None
 
@@ -116,6 +117,11 @@ def _make_trainer(
     _refuse(name, [k for k, v in others.items() if v is not None and k not in _PASSED], kind)
     overrides = _overrides(name, collector, kind)
     create_env = _sized(overrides.pop("create_env_fn", None) or create_env_fn, config)
+    if (frames := overrides.pop("total_frames", -1)) not in (-1, total_frames):
+        raise ConfigError(
+            f"collector.total_frames: {frames} with total_frames {total_frames} (expected null, or "
+            "the same: the trainer ends with them). Set total_frames."
+        )
     schemes = overrides.pop("weight_sync_schemes", None)
     scheme = policy_scheme(schemes or {"policy": UniLabShmScheme(pull=config.pull)})
     check_frames(total_frames, config, name="total_frames")

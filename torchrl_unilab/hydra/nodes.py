@@ -305,7 +305,7 @@ def _settings_node(name: str, kind: type[Settings]) -> type:
     settings = [
         (each.name, checked.get(types[each.name], Any), field(default=None))
         for each in dataclasses.fields(kind)
-        if each.name != "algorithm"
+        if each.name != "algorithm" and each.metadata["of"] in (None, name)
     ]
     return dataclasses.make_dataclass(f"{name.upper()}SettingsNode", [*constants, *settings])
 
