@@ -296,3 +296,12 @@ def test_the_command_says_what_does_not_fit_and_fails(monkeypatch, capsys):
     assert "TOO MUCH" in out
     assert err.startswith("error: memory of the run: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("algorithm", ["appo", "sac", "td3"])
+def test_networks_that_fit_no_memory_are_refused_before_they_are_made(algorithm, capsys):
+    wide = ["--hidden", "10000000", "10000000"]
+    assert main(["budget", algorithm, "--env", "Hopper-v5", *wide]) == 2
+    refused = capsys.readouterr().err
+    assert refused.startswith("error: hidden: (10000000, 10000000), networks of 1091.4 TiB")
+    assert refused.endswith("Lower it.\n")

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.arguments import CreateEnv, find_device
 from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.limits import available_memory
 from torchrl_unilab.modules import (
     ObservationNormalizer,
     PerEnvNoise,
@@ -32,7 +35,7 @@ from torchrl_unilab.modules import (
 )
 from torchrl_unilab.modules.squashed import SquashedDeterministicActor
 from torchrl_unilab.objectives import APPOLoss
-from torchrl_unilab.runtime.budget import MemoryItem
+from torchrl_unilab.runtime.budget import MemoryItem, readable
 from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
 from torchrl_unilab.trainers.runs.budget import (
@@ -67,6 +70,13 @@ def _network_arguments(
 ) -> tuple[dict[str, ObservationNormalizer], dict[str, Any], dict[str, Any]]:
     """Return the normalisers, and the arguments that actor and critic have in common."""
     sizes = observation_sizes(env, config)
+    widths = (min(sizes.values()), *config.hidden)
+    needed = 3 * 4 * sum(map(mul, widths, config.hidden))  # actor, critic and a target at least
+    if needed > (free := available_memory()):
+        raise ConfigError(
+            f"hidden: {config.hidden}, networks of {readable(needed)} at least (expected at most "
+            f"{readable(free)}, the memory that is free). Lower it."
+        )
     normalizers = {key: ObservationNormalizer(size) for key, size in sizes.items() if normalized}
     actor, critic = (
         {
