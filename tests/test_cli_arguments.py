@@ -73,6 +73,12 @@ def test_a_task_that_is_left_out_after_its_flag_is_asked_for(capsys):
     assert "argument --env: expected one argument" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["-1e3", "-.5", "-1_000"])
+def test_a_negative_number_is_a_value_however_it_is_written(number, capsys):
+    assert main([*RUN, "--print-config", "--stop-at", number]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["stop_at"] == float(number)
+
+
 def test_a_task_is_listed_without_the_algorithms_that_have_no_settings_for_it(capsys):
     assert main(["tasks"]) == 0
     (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("Pusher-v5 "))

@@ -15,6 +15,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 import sys
@@ -123,6 +124,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # -1e3, too, is a value
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("argument ALGORITHM: invalid choice"):
