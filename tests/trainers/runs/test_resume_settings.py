@@ -1,4 +1,4 @@
-"""Which settings a resumed run takes over from its `config.yaml`."""
+"""Which settings a resumed run takes over from its `config.yaml`, and what it shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.quick import FRAMES
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import as_yaml, read_config
 from torchrl_unilab.trainers import resume_run
-from torchrl_unilab.trainers.runs import resume
+from torchrl_unilab.trainers.runs import resume, train
 
 
 @pytest.fixture
@@ -31,3 +31,13 @@ def test_a_resumed_run_shows_its_progress_and_is_not_traced_by_default(plan):
 
 def test_a_resumed_run_evaluates_and_keeps_as_its_file_says_unless_flags_differ(plan):
     assert (plan.eval_episodes, plan.keep_checkpoints, plan.eval_max_steps) == (3, 5, 7)
+
+
+def test_the_first_line_of_progress_of_a_resumed_run_counts_from_its_checkpoint(
+    run_dir, monkeypatch
+):
+    begun = []
+    log = Mock(side_effect=lambda trainer, _: begun.append(trainer.collected_frames))
+    monkeypatch.setattr(train, "log_progress", log)
+    resume_run(run_dir, frames=FRAMES + 32, eval_episodes=1)
+    assert begun == [FRAMES]

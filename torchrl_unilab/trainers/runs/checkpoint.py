@@ -391,4 +391,5 @@ def load_trainer(trainer: RankTrainer, saved: SavedRun, *, moved: bool = False) 
         trainer.set_seed()
     trainer.collector.update_policy_weights_()
     if trainer.progress_bar:
-        trainer.register_op("setup", lambda: trainer._pbar.update(saved.frames))
+        at = dict.fromkeys(("initial", "n", "last_print_n"), saved.frames)  # none of its rate
+        trainer.register_op("setup", lambda: trainer._pbar.__dict__.update(at))

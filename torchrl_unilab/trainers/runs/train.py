@@ -247,10 +247,6 @@ class Run:
             self.evaluation = self._start_evaluation(options.eval_interval, scheme)
             closing.callback(self.evaluation.close)
             self.evaluation.register(trainer)
-        if trainer.progress_bar:  # TorchRL makes the bar when training starts, and leaves it open
-            trainer.register_op("setup", lambda: closing.callback(trainer._pbar.close))
-        elif options.progress_bar:
-            log_progress(trainer, self.announce)
         if self.is_rank_zero:
             stop_when(trainer, options.stop_at, options.max_seconds)
         self.cpu = CollectorTime(collector)
@@ -258,6 +254,10 @@ class Run:
         if saved:
             moved = any(saved.run[n] != self.settings[n] for n in ("device", "collector_device"))
             load_trainer(trainer, saved, moved=moved)
+        if trainer.progress_bar:  # TorchRL makes the bar when training starts, and leaves it open
+            trainer.register_op("setup", lambda: closing.callback(trainer._pbar.close))
+        elif options.progress_bar:
+            log_progress(trainer, self.announce)
 
     def _make_trainer(self, collector: Any, scheme: UniLabShmScheme) -> Any:
         options, kept = self.options, self.options.keep_checkpoints
