@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from tests.support.quick import FRAMES
+from tests.support.quick import FRAMES, QUIET
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import as_yaml, read_config
 from torchrl_unilab.trainers import resume_run
 from torchrl_unilab.trainers.runs import resume, train
 
 
+def say(run_dir: Path, **settings: object) -> None:
+    """Change settings in a run's file."""
+    file = run_dir / "config.yaml"
+    file.write_text(as_yaml(read_config(file) | settings))
+
+
 @pytest.fixture
 def plan(run_dir, monkeypatch) -> RunConfig:
     """The plan of a resumed run whose file has each setting other than by default."""
-    file = run_dir / "config.yaml"
     said = {"progress_bar": False, "trace": True, "eval_episodes": 3, "keep_checkpoints": 5}
-    file.write_text(as_yaml(read_config(file) | said))
+    say(run_dir, checkpoint_interval=None, **said)
     made = Mock()
     monkeypatch.setattr(resume, "Run", made)
-    resume_run(run_dir, frames=2 * FRAMES, eval_max_steps=7)
+    resume_run(run_dir, frames=4 * FRAMES, eval_max_steps=7)
     return made.call_args.args[0]
 
 
@@ -31,6 +37,17 @@ def test_a_resumed_run_shows_its_progress_and_is_not_traced_by_default(plan):
 
 def test_a_resumed_run_evaluates_and_keeps_as_its_file_says_unless_flags_differ(plan):
     assert (plan.eval_episodes, plan.keep_checkpoints, plan.eval_max_steps) == (3, 5, 7)
+
+
+def test_a_longer_run_is_saved_each_quarter_of_its_own_frames_unless_that_was_set(plan):
+    assert plan.interval == FRAMES
+
+
+def test_a_run_that_was_killed_after_it_came_to_its_limit_is_ended_and_then_continued(run_dir):
+    say(run_dir, stop_at=1.0)
+    (run_dir / "summary.json").unlink()
+    for frames in (FRAMES, 2 * FRAMES):
+        assert resume_run(run_dir, frames=2 * FRAMES, **QUIET)["frames"] == frames
 
 
 def test_the_first_line_of_progress_of_a_resumed_run_counts_from_its_checkpoint(

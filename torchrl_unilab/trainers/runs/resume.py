@@ -60,7 +60,7 @@ def resume_run(
         announce: Called with lines of text for the user; nothing is said if None.
         **options: As for `train_appo`. Loggers, evaluations, videos, ``rank_timeout``, and how
             checkpoints are kept default to those of the run, as do ``stop_at`` and ``max_seconds``
-            unless it has reached them; ``trace`` does not.
+            unless they ended it; ``trace`` does not.
 
     Returns:
         The summary; ``resumed`` has the frames at which the run was resumed.
@@ -96,15 +96,16 @@ def resume_run(
             f"Start it {way}."
         )
     inherited = {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
-    inherited |= {n: file_settings[n] for n in _TAKEN_OVER if file_settings.get(n) is not None}
+    inherited |= {name: file_settings[name] for name in _TAKEN_OVER & file_settings.keys()}
+    # Without a summary, the run was killed between its last checkpoint and its summary.
+    summarised = _summarised_frames(path / SUMMARY) >= saved.frames
     limits = {n: file_settings[n] for n in _LIMITS if file_settings.get(n) is not None}
-    reached = [n for n in limits if n not in options and _stop_reason(saved, **{n: limits[n]})]
+    left = limits.keys() - options.keys() if summarised else ()
+    reached = sorted(name for name in left if _stop_reason(saved, **{name: limits[name]}))
     inherited |= {name: limit for name, limit in limits.items() if name not in reached}
     planned = max(saved.total_frames, file_settings.get("frames", 0))
     frames = planned if frames is None else frames
     run = RunConfig(saved.run["env"], frames, saved.run["seed"], **(inherited | options))
-    # Without a summary, the run was killed between its last checkpoint and its summary.
-    summarised = _summarised_frames(path / SUMMARY) >= saved.frames
     if run.frames <= saved.frames and (run.frames < planned or summarised):
         raise RunCompleteError(
             f"{run_dir} is complete: {saved.frames} of {run.frames} frames have been collected "
@@ -128,7 +129,7 @@ def resume_run(
     resumed = Run(run, config, path, create_env=create_env, announce=announce, saved=saved)
     resumed.announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")
     if reached:
-        resumed.announce(f"not taken over, as they ended the run: {', '.join(sorted(reached))}")
+        resumed.announce(f"not taken over, as they ended the run: {', '.join(reached)}")
     return resumed()
 
 
