@@ -88,3 +88,13 @@ def read_config(path: Path) -> dict[str, Any]:
         f"{path}: cannot be read, {reason} (expected the settings of a run by name). Correct the "
         "path, or restore the file."
     )
+
+
+def file_settings_of(run_dir: Path) -> dict[str, Any]:
+    """Return what a run's file says; nothing without one: its checkpoint has what is needed.
+
+    Raises:
+        ConfigError: As `read_config`.
+    """
+    file = run_dir / CONFIG_FILE
+    return read_config(file) if file.is_file() else {}

@@ -23,7 +23,7 @@ from torchrl_unilab.collectors.arguments import CreateEnv, check_factory
 from torchrl_unilab.collectors.worker import check_env, close_env, closing_env
 from torchrl_unilab.configs import SETTINGS, RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
-from torchrl_unilab.configs.file import CONFIG_FILE, StrPath, read_config
+from torchrl_unilab.configs.file import CONFIG_FILE, StrPath, file_settings_of
 from torchrl_unilab.envs import MujocoBatchEnv, MujocoTask, make_task
 from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.limits import available_cores
@@ -174,7 +174,7 @@ def load_run(
         )
     refusal = f"cannot {purpose} {run_dir}"
     try:
-        file_settings = read_config(path / CONFIG_FILE)
+        file_settings = file_settings_of(path)
         saved = RunCheckpoints(path / CHECKPOINT).newest(("policy",))
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"{refusal}: {error}") from error

@@ -10,7 +10,7 @@ from typing import Any
 from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
-from torchrl_unilab.configs.file import CONFIG_FILE, StrPath, read_config
+from torchrl_unilab.configs.file import StrPath, file_settings_of
 from torchrl_unilab.errors import ConfigError, RunCompleteError
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.progress import stop_reason
@@ -84,9 +84,7 @@ def resume_run(
         )
     path = run_path(run_dir)
     saved = RunCheckpoints(path / CHECKPOINT).newest()
-    file = path / CONFIG_FILE
-    # Where there is no file, the checkpoint has all that is needed.
-    file_settings = read_config(file) if file.is_file() else {}
+    file_settings = file_settings_of(path)
     check_run(saved, file_settings, f"cannot resume {run_dir}", settings)
     ranks, found = saved.run.get("ranks", 1), Ranks.of_torchrun().size
     if ranks != found:
