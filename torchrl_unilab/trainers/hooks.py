@@ -144,7 +144,7 @@ class CollectorTime:
 
     def __init__(self, collector: WorkerCollector) -> None:
         self.collector = collector
-        self.busy: list[float] = []
+        self.busy = [0.0 for _ in collector.pids]
         self._seconds: list[dict[int, float]] = [{} for _ in collector.pids]  # by process id
 
     def register(self, trainer: Trainer) -> None:

@@ -386,6 +386,9 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_ended_by_resuming_it
     found = resume_run(run_dir, **QUIET)
     assert summary.exists()
     assert found["frames"] == expected["frames"]
+    assert found["busy"] == {"learner": 0.0, "collectors": [0.0]}
+    assert found["collector"].keys() == expected["collector"].keys()
+    assert found["collector"]["replay_size"] == expected["collector"]["replay_size"]
     with pytest.raises(ConfigError, match="have been collected"):
         resume_run(run_dir, **QUIET)
 

@@ -254,6 +254,7 @@ class Run:
         if saved:
             moved = any(saved.run[n] != self.settings[n] for n in ("device", "collector_device"))
             load_trainer(trainer, saved, moved=moved)
+            trainer.returns.measure(None)  # for the summary, where nothing is left to collect
         if trainer.progress_bar:  # TorchRL makes the bar when training starts, and leaves it open
             trainer.register_op("setup", lambda: closing.callback(trainer._pbar.close))
         elif options.progress_bar:
