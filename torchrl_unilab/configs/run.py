@@ -59,7 +59,7 @@ class RunConfig(Settings):
         "elsewhere as a line every ten seconds",
     )
     logger: LoggerNames = setting("csv,tensorboard", "TorchRL's loggers to use")
-    eval_episodes: Count = setting(16, "episodes of the final evaluation")
+    eval_episodes: Count = setting(16, "episodes of each evaluation")
     eval_max_steps: Count = setting(
         10_000, "steps after which an evaluation cuts an episode that has not ended"
     )
