@@ -145,10 +145,12 @@ def test_a_run_without_settings_of_its_algorithm_has_those_of_the_task():
     assert config == APPOConfig.for_task("Hopper-v5") != APPOConfig()
 
 
-def test_the_pool_and_the_seed_have_an_end():
+def test_the_pool_the_threads_and_the_seed_have_an_end():
     APPOConfig(pool=8)
     RunConfig("Hopper-v5", 1, seed=2**32 - 1)
-    for config, settings in ((APPOConfig, {"pool": 9}), (RunConfig, {"seed": 2**32})):
+    of_appo = [(APPOConfig, {"pool": 9}), (APPOConfig, {"physics_threads": 1025})]
+    of_others = [(OffPolicyConfig, {"learner_threads": 1025}), (RunConfig, {"seed": 2**32})]
+    for config, settings in (*of_appo, *of_others):
         with pytest.raises(ConfigError, match=r"within \["):
             _build(config, **settings)
 

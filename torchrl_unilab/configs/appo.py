@@ -18,6 +18,7 @@ from torchrl_unilab.configs.settings import (
     Positive,
     Settings,
     Text,
+    Threads,
     Widths,
     setting,
 )
@@ -61,7 +62,7 @@ class APPOConfig(Settings):
     num_envs: Count = setting(64, "environments per collector")
     num_steps: Count = setting(16, "steps of each environment in a rollout")
     num_collectors: Count = setting(1, "collector processes")
-    physics_threads: Count | None = setting(
+    physics_threads: Threads | None = setting(
         None, "physics threads per collector; None shares the cores"
     )
     pool: Pool = setting(1, "rollouts that are reused together; the oldest is replaced")

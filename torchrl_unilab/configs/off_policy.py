@@ -16,6 +16,7 @@ from torchrl_unilab.configs.settings import (
     Positive,
     Settings,
     Text,
+    Threads,
     Widths,
     setting,
 )
@@ -69,10 +70,10 @@ class OffPolicyConfig(Settings):
     )
     num_envs: Count = setting(16, "environments per collector")
     num_collectors: Count = setting(1, "collector processes")
-    physics_threads: Count | None = setting(
+    physics_threads: Threads | None = setting(
         None, "physics threads per collector; None shares the cores"
     )
-    learner_threads: Count | None = setting(
+    learner_threads: Threads | None = setting(
         None,
         "threads of the learner; a fused update computes the policy's gradient on half of them, "
         "beside the critics'; None: 2, or 1 on a single core",

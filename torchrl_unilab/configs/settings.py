@@ -39,6 +39,7 @@ def _logger_names(value: str) -> str:
 # The description of a type says in words which values it takes.
 Count = Annotated[int, Field(ge=1, description="an integer of at least 1")]
 Natural = Annotated[int, Field(ge=0, description="an integer of at least 0")]
+Threads = Annotated[int, Field(ge=1, le=1024, description="an integer within [1, 1024]")]
 Positive = Annotated[float, Field(gt=0, description="a finite number above 0")]
 NonNegative = Annotated[float, Field(ge=0, description="a finite number of at least 0")]
 Fraction = Annotated[float, Field(ge=0, le=1, description="a finite number within [0, 1]")]
