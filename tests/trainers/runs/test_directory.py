@@ -50,3 +50,9 @@ def test_a_directory_that_cannot_be_made_is_refused_before_a_run_starts(
         monkeypatch.setattr(os, "access", lambda path, mode: False)  # as root may write it
     with pytest.raises(ConfigError, match=rf"cannot be made in {parent} \(expected"):
         check_run_dir(parent / "new" / "run")
+
+
+def test_a_link_that_leads_nowhere_is_no_directory_for_a_run(tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"it is a file \(expected a new or empty directory\)"):
+        check_run_dir(tmp_path / "run")

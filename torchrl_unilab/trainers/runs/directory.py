@@ -57,7 +57,7 @@ def check_run_dir(path: Path) -> None:
 
     A run that was killed while it wrote its first file has left a draft of it.
     """
-    if path.exists() and (
+    if os.path.lexists(path) and (  # a link to nothing, too
         not path.is_dir() or any(entry.name != f".{CONFIG_FILE}" for entry in path.iterdir())
     ):
         found, way = "a file", ""
