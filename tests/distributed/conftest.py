@@ -42,7 +42,8 @@ def ray_alone() -> Iterator[None]:
     import ray
 
     before = {*psutil.Process().children(recursive=True)}
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+    memory = 80 * 2**20
+    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=memory)
     started = {*psutil.Process().children(recursive=True)} - before
     yield
     ray.shutdown()

@@ -13,7 +13,8 @@ from torchrl_unilab.errors import UsageError
 
 
 def start() -> None:
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+    memory = 80 * 2**20
+    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=memory)
 
 
 @pytest.fixture(scope="module")

@@ -349,8 +349,7 @@ class Run:
         options, trainer, returns = self.options, self.trainer, self.trainer.returns
         eval_return, learner_busy = None, trainer.busy_time.busy  # before it evaluates
         # If the run was interrupted, a second Ctrl-C only ends the evaluation.
-        suppressed = [KeyboardInterrupt] if interrupted else []
-        with contextlib.suppress(*suppressed):
+        with contextlib.suppress(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
             eval_return = self._evaluate() if self.is_rank_zero else None
         summary = {
             "env": options.env,
