@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.bounds import PROMPT
 from tests.support.striking import forked, interrupt_each_line, kill_self, stop_self, strike_at
 from torchrl_unilab.errors import ConfigError, ContentionError, WaitTimeoutError
 from torchrl_unilab.shm import lock as lock_module
@@ -443,13 +444,13 @@ def steps_of(name: str, shards: int) -> int:
 )
 @pytest.mark.parametrize("name", ["append", "rewrite", "clear", "replace"])
 def test_a_process_killed_at_any_step_leaves_whole_rows_without_a_wait(name, beside, shards):
-    with make_rows(8, shards, timeout=2.0) as rows:
+    with make_rows(8, shards, timeout=PROMPT) as rows:
         for shard in range(shards):
             [put(rows, 5, shard) for _ in range(2)]
         steps = steps_of(name, shards)
 
         def write_on() -> None:
-            own = again(rows, 2.0)
+            own = again(rows, PROMPT)
             while True:
                 put(own, 3, shards - 1)
 
@@ -457,7 +458,7 @@ def test_a_process_killed_at_any_step_leaves_whole_rows_without_a_wait(name, bes
             for nth in range(1, steps + 1):
 
                 def die(nth: int = nth) -> None:
-                    own = again(rows, 2.0)
+                    own = again(rows, PROMPT)
                     strike_at(own, nth, kill_self)
                     ACTIONS[name](own)
 
