@@ -8,6 +8,7 @@ import signal
 import threading
 from multiprocessing.context import get_spawning_popen
 
+import psutil
 import pytest
 import torch
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
@@ -131,6 +132,7 @@ def test_a_stopped_writer_is_waited_for_and_named_only_where_its_rows_are_asked_
         buffer = ReplayBuffer(storage=storage, batch_size=300)
         with spawned(strike_half_way, storage, 0, 8, signal.SIGSTOP) as (process, pipe):
             pid = receive(pipe)
+            wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
             # Random drawing does not wait, and shows none of its rows.
             for _ in range(10):
                 batch, info = buffer.sample(return_info=True)
