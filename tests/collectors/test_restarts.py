@@ -8,6 +8,7 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing.connection import wait as wait_readable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -71,12 +72,13 @@ def _hit(tmp_path: Path, fault: str, at: int = 10) -> list[Any]:
 
 
 def _end(collector: APPOCollector | ReplayCollector, *workers: int) -> None:
-    """Kill workers and wait until they are dead."""
-    processes = [psutil.Process(collector.pids[worker]) for worker in workers]
+    """Kill workers and wait until they are dead, as their collector will be told."""
+    assert collector._team is not None
+    processes = [collector._team.group._workers[worker].process for worker in workers]
     for process in processes:
         process.kill()
     for process in processes:
-        process.wait(DEADLINE)
+        assert wait_readable([process.sentinel], DEADLINE)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
