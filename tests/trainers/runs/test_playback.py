@@ -26,19 +26,18 @@ def run_dir(appo_run):
 def test_play_films_the_episodes_that_eval_would_have(run_dir, tmp_path, capsys):
     path = tmp_path / "out.mp4"
     arguments = ["--run-dir", str(run_dir), "--video", str(path), "--seed", "3", *SIZE]
-    assert main(["play", *arguments, "--episodes", "2"]) == 0
+    assert main(["play", *arguments, "--episodes", "8"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     result = json.loads(line)
     # 25 steps a second are all filmed, and each episode's first state
     assert result["fps"] == 25.0
-    assert result["frames"] == sum(result["lengths"]) + 2
+    assert result["frames"] == sum(result["lengths"]) + 8
     assert read_video(path)[0].shape == (result["frames"], 48, 64, 3)
     assert (result["env"], result["video"]) == ("InvertedPendulum-v5", str(path))
     # a reward of 1 for each step but the last, in which the pole falls
     assert result["returns"] == [length - 1 for length in result["lengths"]]
-    assert result["mean"] == sum(result["returns"]) / 2
-    assert [result["min"], result["max"]] == sorted(result["returns"])
-    assert result["min"] < result["max"]
+    assert result["mean"] == sum(result["returns"]) / 8
+    assert result["min"] == min(result["returns"]) < max(result["returns"]) == result["max"]
     assert result["returns"][0] == evaluate_run(run_dir, episodes=1, seed=3)["mean"]
 
 
@@ -71,7 +70,7 @@ def test_actions_that_are_drawn_follow_the_seed(run_dir, tmp_path):
         result = play_run(
             run_dir,
             tmp_path / "out.mp4",
-            episodes=3,
+            episodes=12,  # hardly all as long when acted otherwise
             seed=seed,
             max_steps=40,
             deterministic=deterministic,
