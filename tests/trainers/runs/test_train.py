@@ -392,7 +392,7 @@ def test_several_collectors_feed_one_learner_whose_critic_sees_more(tmp_path):
 
 
 def test_a_run_without_a_finished_episode_says_so(tmp_path):
-    task = replace(make_task("HalfCheetah-v5"), max_episode_steps=20)
+    task = replace(make_task("HalfCheetah-v5"), max_episode_steps=100)  # many rollouts
     create_env = partial(MujocoBatchEnv, task, APPO["num_envs"], num_threads=1)
     summary = quick_run(tmp_path, create_env=create_env, frames=128)
     assert summary["final_return"] is None
