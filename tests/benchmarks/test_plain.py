@@ -5,6 +5,7 @@ import pytest
 
 from tests.benchmarks.bench_race import TARGETS
 from tests.benchmarks.plain import PlainEnv, train
+from tests.support.bounds import DEADLINE
 from torchrl_unilab.configs.appo import APPOConfig
 
 
@@ -17,7 +18,7 @@ def test_the_plain_loop_runs_on_each_task_of_the_race(task):
 
 def test_first_episodes_that_were_cut_do_not_count():
     config = APPOConfig.for_task("HalfCheetah-v5", num_envs=64, minibatches=1, epochs=1)
-    end = {"threshold": -float("inf"), "seconds": 60.0, "physics_threads": 1}
+    end = {"threshold": -float("inf"), "seconds": 2 * DEADLINE, "physics_threads": 1}
     ((_, frames, _),) = train("HalfCheetah-v5", config=config, seed=0, **end)
     assert frames > 64_000  # a whole episode after the shortest of the first ones
 
