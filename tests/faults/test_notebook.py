@@ -39,7 +39,7 @@ save = RunCheckpoints.save
 def save_and_tell(*args, **kwargs):
     path = save(*args, **kwargs)
     with open("told", "w") as told:
-        told.write(str(os.getpid()))
+        print(os.getpid(), file=told)
     return path
 
 RunCheckpoints.save = save_and_tell
@@ -86,7 +86,7 @@ def test_a_run_in_a_notebook_ends_and_an_interrupt_ends_one_and_leaves_nothing(
         poll = select.poll()
         poll.register(told, select.POLLIN)
         assert poll.poll(3 * DEADLINE * 1e3), "the second run has not got far"
-        os.kill(int(os.read(told, 64)), signal.SIGINT)  # what a kernel's interrupt is
+        os.kill(int(os.read(told, 64).split()[0]), signal.SIGINT)  # what a kernel's interrupt is
         running.join(3 * DEADLINE)
         assert not running.is_alive()
     finally:
