@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing as mp
 import multiprocessing.forkserver
+import os
 import subprocess
 import sys
 import time
@@ -95,10 +96,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < until, "it does not come to pass"
 
 
+def _clock_tick() -> int:
+    """When a process would start that started now, as the kernel counts it."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+
 @contextlib.contextmanager
 def process_with_id(pid: int) -> Iterator[None]:
     """Run another process under the id of one that has died; skip where that is not allowed."""
     last = Path("/proc/sys/kernel/ns_last_pid")
+    began = _clock_tick()
+    wait_for(lambda: _clock_tick() > began)  # processes of one id and one tick are one
     until = time.monotonic() + DEADLINE
     while time.monotonic() < until:
         try:
