@@ -26,6 +26,8 @@ _OWN = Path(tempfile.mkdtemp(prefix="unilab-tests-", dir=_MOUNT))
 os.environ["TORCHRL_UNILAB_SHM_DIR"] = str(_OWN)
 _BEFORE, _BEGAN = set(os.listdir(_MOUNT)), time.time()
 os.environ["PYTHONSTARTUP"] = fork_server.__file__
+# Ray's own 15 starve its processes beside a busy program: its start takes more than a minute.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (Ray's spelling)
 # A shell ignores Ctrl-C for what it starts in the background, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

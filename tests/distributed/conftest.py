@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 import gc
-import os
 import socket
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.support.nodes import start_cluster
-
-# Ray's own 15 starve the mailbox beside a busy program, and its start takes more than a minute.
-os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (Ray's spelling)
+from tests.support.processes import has_ended, live_children, wait_for
 
 _RAYS_OWN = (
     "ignore::ResourceWarning",
@@ -41,13 +37,13 @@ def ray_alone() -> Iterator[None]:
     """Ray on one node, the smallest that there is."""
     import ray
 
-    before = {*psutil.Process().children(recursive=True)}
+    before = {*live_children()}
     memory = 80 * 2**20
     ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=memory)
-    started = {*psutil.Process().children(recursive=True)} - before
     yield
+    started = {*live_children()} - before
     ray.shutdown()
-    psutil.wait_procs(started, timeout=30.0)  # which it has asked to end
+    wait_for(lambda: all(map(has_ended, started)))  # as it has asked them to
     gc.collect()
 
 

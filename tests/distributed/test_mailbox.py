@@ -6,11 +6,10 @@ import sys
 
 import pytest
 
+from tests.support.bounds import DEADLINE
 from torchrl_unilab.distributed import UniLabRayScheme
 from torchrl_unilab.distributed.mailbox import Letter, Mailbox, load_ray
 from torchrl_unilab.errors import ConfigError
-
-AWHILE = 30.0  # never waited for where a claim holds
 
 
 def test_a_node_gets_the_newest_version_and_none_twice():
@@ -18,8 +17,8 @@ def test_a_node_gets_the_newest_version_and_none_twice():
         mailbox = Mailbox()
         await mailbox.post(Letter(3, []))
         await mailbox.post(Letter(5, []))
-        assert await mailbox.poll(-1, AWHILE, None, {}) == Letter(5, [])
-        assert await mailbox.poll(4, AWHILE, None, {}) == Letter(5, [])
+        assert await mailbox.poll(-1, DEADLINE, None, {}) == Letter(5, [])
+        assert await mailbox.poll(4, DEADLINE, None, {}) == Letter(5, [])
         assert await mailbox.poll(5, 0.001, None, {}) is None
 
     asyncio.run(scenario())
@@ -30,7 +29,7 @@ def test_a_version_that_comes_late_does_not_replace_a_newer_one():
         mailbox = Mailbox()
         await mailbox.post(Letter(5, []))
         await mailbox.post(Letter(4, []))
-        assert await mailbox.poll(-1, AWHILE, None, {}) == Letter(5, [])
+        assert await mailbox.poll(-1, DEADLINE, None, {}) == Letter(5, [])
 
     asyncio.run(scenario())
 
@@ -39,7 +38,7 @@ def test_a_post_wakes_all_nodes_that_wait():
     async def scenario() -> None:
         mailbox = Mailbox()
         await mailbox.post(Letter(0, []))
-        waiting = [asyncio.create_task(mailbox.poll(0, AWHILE, None, {})) for _ in range(3)]
+        waiting = [asyncio.create_task(mailbox.poll(0, DEADLINE, None, {})) for _ in range(3)]
         await asyncio.sleep(0)  # they have begun to wait
         await mailbox.post(Letter(1, []))
         assert await asyncio.gather(*waiting) == [Letter(1, [])] * 3

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -18,6 +15,8 @@ from tensordict import TensorDict
 from torchrl.collectors import Collector
 
 from tests.support.bounds import DEADLINE
+from tests.support.nodes import mailbox_process
+from tests.support.processes import has_ended, wait_for
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.distributed import UniLabRayScheme
 from torchrl_unilab.distributed.mailbox import find_mailbox, load_ray
@@ -93,7 +92,7 @@ def test_workers_act_with_the_learners_versions_under_the_learners_numbers(learn
 def test_workers_that_do_not_collect_are_named(learner, node):
     scheme, _ = learner
     scheme.connect()
-    scheme.wait_applied(FIRST, DEADLINE)  # it is reported
+    scheme.wait_applied(timeout=DEADLINE)
     scheme.send()
     with pytest.raises(WaitTimeoutError, match="node 0 worker 0 at 5"):
         scheme.wait_applied(timeout=0.1)
@@ -122,14 +121,19 @@ def test_a_mailbox_that_is_lost_gets_the_newest_version_back(learner):
 
     scheme, _ = learner
     scheme.send()
+    lost, letters = mailbox_process(scheme), []
     ray.kill(scheme._mailbox, no_restart=False)
-    deadline = time.monotonic() + DEADLINE
-    letter = None
-    while letter is None and time.monotonic() < deadline:
+    wait_for(lambda: has_ended(lost))
+
+    def has_answered() -> bool:
         with contextlib.suppress(ray.exceptions.RayError):  # it is being started again
             # beyond the first one, whose post Ray may repeat before the newest comes again
-            letter = ray.get(scheme._mailbox.poll.remote(FIRST, 0.5, None, {}), timeout=5.0)
-    assert letter.version == scheme.version == FIRST + 1
+            answer = scheme._mailbox.poll.remote(FIRST, 0.5, None, {})
+            letters.append(ray.get(answer, timeout=DEADLINE))
+        return any(letters)
+
+    wait_for(has_answered)
+    assert letters[-1].version == scheme.version == FIRST + 1
 
 
 def test_what_nodes_reported_before_their_mailbox_was_lost_still_counts(learner):
@@ -143,17 +147,17 @@ def test_a_mailbox_that_is_stopped_holds_up_no_publish_and_then_has_the_newest(l
 
     scheme, _ = learner
     scheme.connect()
-    scheme.wait_applied(FIRST, DEADLINE)  # it is reported
-    pid = ray.get(scheme._mailbox.__ray_call__.remote(lambda _: os.getpid()), timeout=DEADLINE)
-    os.kill(pid, signal.SIGSTOP)
+    scheme.wait_applied(FIRST, DEADLINE)
+    mailbox = mailbox_process(scheme)
+    mailbox.suspend()
     try:
         while scheme.skipped < 3:
             scheme.send()
         assert scheme.applied_versions == {(0, 0): FIRST}  # as last reported
     finally:
-        os.kill(pid, signal.SIGCONT)
-    rollouts, deadline = iter(node), time.monotonic() + DEADLINE
-    while versions(rollouts) != [scheme.version] and time.monotonic() < deadline:
+        mailbox.resume()
+    rollouts = iter(node)
+    while versions(rollouts) != [scheme.version]:
         pass
     assert node.scheme.version == scheme.version
     assert ray.is_initialized()
@@ -343,12 +347,9 @@ def test_a_scheme_without_references_leaves_no_mailbox_and_no_thread():
     (thread,) = (t for t in threading.enumerate() if t not in before and t.name == "mailbox")
     name = scheme._name
     del scheme
-    thread.join(DEADLINE)
+    thread.join(timeout=DEADLINE)
     assert not thread.is_alive()
-    deadline = time.monotonic() + DEADLINE
-    while name in list_named_actors() and time.monotonic() < deadline:
-        pass
-    assert name not in list_named_actors()
+    wait_for(lambda: name not in list_named_actors())
 
 
 def test_versions_do_not_begin_below_zero():

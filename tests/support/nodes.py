@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.support.bounds import DEADLINE, PROMPT
+from tests.support.processes import has_ended, live_children, wait_for
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.distributed import UniLabRayScheme
 from torchrl_unilab.envs import MujocoBatchEnv
@@ -23,7 +26,8 @@ VERSION = ("next", "policy_version")
 IDS = ("collector", "traj_ids")
 NODES, ENVS, STEPS = 2, 2, 8
 STORE = 80 * 2**20  # bytes, the least that Ray takes
-DEADLINE = 120.0  # for a node to deliver again
+STOPPED = 150  # publishes, of fifty a second, for which a process is stopped
+MOUNT = "/dev/shm"
 
 
 @contextlib.contextmanager
@@ -32,11 +36,12 @@ def start_cluster(nodes: int = NODES) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    room = {"num_cpus": 2, "object_store_memory": STORE}
-    cluster = Cluster(initialize_head=True, head_node_args={**room, "include_dashboard": False})
+    room = {"num_cpus": 2, "object_store_memory": STORE, "wait": False}
+    cluster = Cluster()
     try:
-        for _ in range(nodes - 1):
-            cluster.add_node(**room)
+        for _ in range(nodes):
+            cluster.add_node(**room, include_dashboard=False)
+            cluster.wait_for_nodes(DEADLINE)  # by itself Ray waits for 30 s
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
     finally:
@@ -107,6 +112,7 @@ class Scene:
     scheme: UniLabRayScheme
     worker: int
     """Process of node 1's worker."""
+    publisher: Publisher
 
     @property
     def actor(self) -> int:
@@ -120,9 +126,7 @@ def kill_actor(scene: Scene) -> None:
 
 
 def stop_actor(scene: Scene) -> None:
-    actor = scene.actor
-    os.kill(actor, signal.SIGSTOP)
-    threading.Timer(3.0, os.kill, (actor, signal.SIGCONT)).start()
+    scene.publisher.stop_meanwhile(psutil.Process(scene.actor))
 
 
 def remove_node(scene: Scene) -> None:
@@ -137,13 +141,29 @@ def kill_worker(scene: Scene) -> None:
 def kill_mailbox(scene: Scene) -> None:
     import ray
 
+    process = mailbox_process(scene.scheme)
     ray.kill(scene.scheme._mailbox, no_restart=False)
+    wait_for(lambda: has_ended(process))  # newer versions come from the next one
 
 
 def stop_mailbox(scene: Scene) -> None:
-    (mailbox,) = (p for p in psutil.process_iter() if "ray::Mailbox" in p.name())
-    mailbox.suspend()
-    threading.Timer(3.0, mailbox.resume).start()
+    scene.publisher.stop_meanwhile(mailbox_process(scene.scheme))
+
+
+def mailbox_process(scheme: UniLabRayScheme) -> psutil.Process:
+    """Ask a scheme's mailbox for its process, once it has taken what was posted before."""
+    import ray
+
+    found: list[int] = []
+
+    def has_answered() -> bool:
+        with contextlib.suppress(ray.exceptions.PendingCallsLimitExceeded):
+            answer = scheme._mailbox.__ray_call__.remote(lambda _: os.getpid())
+            found.append(ray.get(answer, timeout=DEADLINE))
+        return bool(found)
+
+    wait_for(has_answered)
+    return psutil.Process(found[0])
 
 
 FAULTS: dict[str, Callable[[Scene], None]] = {
@@ -162,7 +182,7 @@ class Outcome:
 
     Attributes:
         longest: Seconds of the learner's longest publish after the fault.
-        publishes: How many there were.
+        publishes: How many there were until both nodes were back.
         back: Seconds until each node delivered with a version that was published after it.
         versions: Of all rollouts, by node, in order.
         torn: Rollouts of several versions, or of one that was not published yet.
@@ -184,30 +204,75 @@ class Publisher(threading.Thread):
         super().__init__()
         self.scheme, self.seconds = scheme, list[float]()
         self._ended = threading.Event()
+        self._due: dict[int, Callable[[], object]] = {}
+
+    def stop_meanwhile(self, process: psutil.Process) -> None:
+        """Stop a process until `STOPPED` more publishes have ended: none waits for it."""
+        process.suspend()
+        self._due[len(self.seconds) + STOPPED] = process.resume
 
     def run(self) -> None:
         while not self._ended.wait(0.02):
             started = time.perf_counter()
             self.scheme.send()
             self.seconds.append(time.perf_counter() - started)
+            self._due.pop(len(self.seconds), bool)()
 
     def stop(self) -> None:
+        for call in [*self._due.values()]:
+            call()  # or a publish that waits for what is stopped would not end
         self._ended.set()
         self.join()
 
 
 def strike(fault: str) -> Outcome:
     """Run a cluster, strike it, and wait until both nodes deliver newer rollouts."""
-    before, own = set(os.listdir("/dev/shm")), psutil.Process().children(recursive=True)
+    before, own = {*os.listdir(MOUNT)}, {*live_children()}
     with start_cluster() as cluster:
-        outcome = _strike(cluster, FAULTS[fault])
-    children = psutil.Process().children(recursive=True)
-    outcome.left += [str(child) for child in children if child not in own]
-    outcome.left += sorted(set(os.listdir("/dev/shm")) - before)
+        outcome, processes = _strike(cluster, FAULTS[fault])
+    outcome.left = [*map(str, _alive(processes - own)), *_names_left(before)]
     return outcome
 
 
-def _strike(cluster: Any, fault: Callable[[Scene], None]) -> Outcome:
+def _alive(processes: set[psutil.Process]) -> list[psutil.Process]:
+    """Processes that do not end, though they are told to."""
+    until = time.monotonic() + DEADLINE
+    while (alive := [p for p in processes if not has_ended(p)]) and time.monotonic() < until:
+        psutil.wait_procs(alive, timeout=0.1)
+    return alive
+
+
+def _names_left(before: set[str]) -> list[str]:
+    """New names on the mount that stay, but for those of test runs beside this one.
+
+    Of semaphores, which these may leave for a while, the mount does not say whose they are.
+    """
+    until, own = time.monotonic() + PROMPT, {os.getpid(), *(p.pid for p in live_children())}
+    while True:
+        held = _inodes_of_others(own)
+        left = [
+            file.name
+            for file in os.scandir(MOUNT)
+            if file.name not in before
+            and not file.name.startswith(("sem.", "unilab-tests-"))
+            and file.inode() not in held
+        ]
+        if not left or time.monotonic() > until:
+            return sorted(left)
+
+
+def _inodes_of_others(own: set[int]) -> set[int]:
+    """Inodes of the files that other processes have mapped."""
+    held = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        if int(maps.parent.name) not in own:
+            with contextlib.suppress(OSError):  # it has ended
+                held.update(int(line.split()[4]) for line in maps.read_text().splitlines())
+    return held
+
+
+def _strike(cluster: Any, fault: Callable[[Scene], None]) -> tuple[Outcome, set[psutil.Process]]:
+    """Return the outcome, without what is left, and the processes of the run."""
     import ray
 
     scheme = UniLabRayScheme(make_large_policy())
@@ -217,6 +282,7 @@ def _strike(cluster: Any, fault: Callable[[Scene], None]) -> Outcome:
     publisher = Publisher(scheme)
     outcome = Outcome(0.0, 0, {}, {node: [] for node in range(NODES)}, 0, [])
     struck, version_then, first = 0.0, 0, 0
+    processes: set[psutil.Process] = set()
     try:
         collector.update_policy_weights_()
         publisher.start()
@@ -227,10 +293,11 @@ def _strike(cluster: Any, fault: Callable[[Scene], None]) -> Outcome:
             outcome.versions[node].append(version)
             if not struck and min(map(len, outcome.versions.values())) >= 5:
                 pids = collector.remote_collectors[1].get_distant_attr.remote("pids")
-                scene = Scene(cluster, collector, scheme, *ray.get(pids))
-                first = len(publisher.seconds)
+                scene = Scene(cluster, collector, scheme, *ray.get(pids), publisher)
+                processes.update(live_children())
                 fault(scene)
                 struck, version_then = time.monotonic(), scheme.version
+                first = len(publisher.seconds)
             elif struck and version > version_then:
                 outcome.back.setdefault(node, now - struck)
             if len(outcome.back) == NODES or (struck and now - struck > DEADLINE):
@@ -238,7 +305,8 @@ def _strike(cluster: Any, fault: Callable[[Scene], None]) -> Outcome:
     finally:
         if publisher.is_alive():
             publisher.stop()
+        processes.update(live_children())
         collector.shutdown(shutdown_ray=False)
     after = publisher.seconds[first:]
     outcome.longest, outcome.publishes = max(after), len(after)
-    return outcome
+    return outcome, processes

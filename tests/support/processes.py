@@ -77,6 +77,14 @@ def _is_at_work(process: psutil.Process) -> bool:
         return False  # it has ended since it was listed
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended, also if its parent has not asked how."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def shared_mappings() -> int:
     """Return how many anonymous segments of ours this process maps."""
     gc.collect()
