@@ -391,5 +391,9 @@ def load_trainer(trainer: RankTrainer, saved: SavedRun, *, moved: bool = False) 
         trainer.set_seed()
     trainer.collector.update_policy_weights_()
     if trainer.progress_bar:
-        at = dict.fromkeys(("initial", "n", "last_print_n"), saved.frames)  # none of its rate
-        trainer.register_op("setup", lambda: trainer._pbar.__dict__.update(at))
+
+        def begin() -> None:
+            bar = trainer._pbar
+            bar.initial = bar.n = bar.last_print_n = saved.frames  # its rate leaves these out
+
+        trainer.register_op("setup", begin)
