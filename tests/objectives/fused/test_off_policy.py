@@ -432,12 +432,14 @@ def test_with_a_thread_for_the_policy_steps_are_the_same_bit_for_bit(algorithm, 
 
 @BOTH
 def test_the_thread_takes_a_critic_s_gradients_in_steps_without_the_policy(algorithm, monkeypatch):
-    threads, backward = [], ReluNetwork.backward
-    monkeypatch.setattr(
-        ReluNetwork,
-        "backward",
-        lambda *args: (threads.append(threading.current_thread().name), backward(*args)),
-    )
+    threads, backward, both = [], ReluNetwork.backward, threading.Barrier(2)
+
+    def note(*args):  # neither ends, and takes the other's network, before both have begun
+        threads.append(threading.current_thread().name)
+        both.wait(DEADLINE)
+        backward(*args)
+
+    monkeypatch.setattr(ReluNetwork, "backward", note)
     loss = make_loss(algorithm)
     with fused(loss, policy_thread=True) as update:
         packed = update.prepare(transitions_of(loss, 32, 0))
@@ -478,13 +480,16 @@ def test_an_error_in_either_thread_is_raised_when_both_have_ended(algorithm, fai
     loss = make_loss(algorithm)
     update = fused(loss, policy_thread=True)
     (other,) = {"_differentiate_policy", "_differentiate_critics"} - {failing}
-    failed, ended, whole = threading.Event(), threading.Event(), getattr(update, other)
+    begun, failed, ended = (threading.Event() for _ in range(3))
+    whole = getattr(update, other)
 
     def fail(*_):
+        assert begun.wait(DEADLINE)
         failed.set()
         raise RuntimeError("no gradient")
 
     def take_long(*args):
+        begun.set()
         assert failed.wait(DEADLINE)
         whole(*args)
         ended.set()

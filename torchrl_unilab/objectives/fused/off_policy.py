@@ -23,7 +23,7 @@ from torchrl_unilab.modules.critics import QValue
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.objectives.fused.adam import FlatAdam, flatten, learnable
-from torchrl_unilab.objectives.fused.graphs import graphs_of
+from torchrl_unilab.objectives.fused.graphs import SideStream, graphs_of
 from torchrl_unilab.objectives.fused.networks import (
     Network,
     are_hooked,
@@ -309,11 +309,14 @@ class FusedOffPolicyUpdate(Owner):
         draws = 1 + self.policy_draws * update_policy
         noise = data.weight.new_empty(draws, len(data.weight), len(self._reach))
         noise.normal_(generator=generator)  # in one call, in the order in which the loss draws
-        critics = partial(self._differentiate_critics, data, noise[0])
+        thread = None if self._critics_in_one_thread else self._thread
+        if update_policy and isinstance(thread, SideStream):
+            thread = None  # a stream is the policy's then; a thread helps once it is done
+        critics = partial(self._differentiate_critics, data, noise[0], thread)
         if not update_policy:
-            return critics(None if self._critics_in_one_thread else self._thread)
+            return critics()
         policy = partial(self._differentiate_policy, data, noise[1:])
-        return run_both(self._thread, partial(critics, None), policy)[0]
+        return run_both(self._thread, critics, policy)[0]
 
     def _differentiate_critics(
         self, data: Transitions, noise: torch.Tensor, thread: SideExecutor

@@ -25,8 +25,9 @@ def run_both(thread: SideExecutor, main: Callable[[], _T], side: Callable[[], _U
     """Run two functions in parallel; return both results, or raise once both have ended.
 
     Args:
-        thread: Runs `side`, in inference mode. On a stream, `side` is launched before `main`;
-            without a thread or stream, `side` runs after `main`.
+        thread: Runs `side`, in inference mode. If it has not begun once `main` is done, as it has
+            other work, or no processor, this thread takes it back. On a stream, `side` is launched
+            before `main`; without a thread or stream, `side` runs after `main`.
         main: Runs in this thread.
         side: Writes nothing that `main` reads or writes, nor does `main` for `side`.
 
@@ -53,6 +54,7 @@ def run_both(thread: SideExecutor, main: Callable[[], _T], side: Callable[[], _U
 
     other = thread.submit(infer)
     try:
-        return main(), other.result()
+        return main(), side() if other.cancel() else other.result()
     finally:
-        other.exception()  # waits
+        if not other.cancel():
+            other.exception()  # waits
