@@ -98,7 +98,7 @@ class CheckpointError(UniLabError, ValueError):
 
 
 class DivergedError(UniLabError, ArithmeticError):
-    """Training diverged: a loss, a gradient or a parameter is not finite."""
+    """Training diverged: a loss, gradient, parameter or observation is not finite."""
 
 
 class UsageError(UniLabError, RuntimeError):

@@ -81,7 +81,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
             the newest weights, starts new episodes from further seeds and counts on. Such a run
             is not repeatable.
         policy_device: Where policies act; environments and what is collected are on the CPU.
-        measure: Returns further metrics, of a worker's environment after each rollout.
+        measure: Returns metrics of a worker's environment by name, after each rollout; by default
+            the means of a `MujocoBatchEnv`'s reward terms.
         worker_idx: Number of this collector among those of a `RayCollector`, which sets it: their
             trajectory ids and their environments' seeds do not overlap, even if one is started
             again.

@@ -155,9 +155,9 @@ class OffPolicyConfig(Settings):
     )
     compile: bool = setting(
         False,
-        "torch.compile the update, which then takes a seventh (bfloat16: a third) less time; needs "
-        "a C++ compiler, and 15 s before the first update, or 3 s with the cache of an earlier "
-        "run; if `fused` does not apply, the noise has other random numbers",
+        "torch.compile the update, which then takes up to a seventh (bfloat16: a third) less time; "
+        "needs a C++ compiler, and 15 s before the first update, or 3 s with the cache of an "
+        "earlier run; if `fused` does not apply, the noise has other random numbers",
     )
 
     def __post_init__(self) -> None:
