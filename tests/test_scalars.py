@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import time
 
 import numpy as np
 import pytest
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_choice, as_integer, as_seconds, deadline, poll_while
+from torchrl_unilab.scalars import as_choice, as_integer, as_seconds
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)], ids=repr)
@@ -65,25 +64,3 @@ def test_another_value_is_refused_with_those_that_are_known(value):
     message = f"how: {value!r} (expected 'a', 'b' or 'c'). Change it."
     with pytest.raises(ConfigError, match=re.escape(message)):
         as_choice("how", value, ("a", "b", "c"), "Change it.")
-
-
-@pytest.mark.parametrize(("timeout", "left"), [(None, math.inf), (math.inf, math.inf), (60, 60.0)])
-def test_a_deadline_is_so_many_seconds_away(timeout, left):
-    assert deadline(timeout) - time.monotonic() == pytest.approx(left, abs=30.0)
-
-
-@pytest.mark.parametrize("timeout", [0, -5.0, math.nan])
-def test_a_deadline_of_nothing_is_now(timeout):
-    assert deadline(timeout) <= time.monotonic()
-
-
-def test_a_poll_ends_with_the_first_result_that_is_false():
-    results = iter([[1, 2], [1], [], [3]])
-    assert poll_while(lambda: next(results), None, 0.0) == []
-    assert next(results) == [3]
-
-
-def test_a_poll_without_time_looks_once_and_returns_what_it_found():
-    results = iter([[1, 2], [1]])
-    assert poll_while(lambda: next(results), 0.0, 60.0) == [1, 2]
-    assert next(results) == [1]

@@ -28,9 +28,10 @@ from torchrl_unilab.distributed.node import (
 )
 from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_integer, poll_while
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm import BlockLayout
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
+from torchrl_unilab.waits import poll_while
 from torchrl_unilab.weight_update.module_weights import ModuleWeights, Weights, named_tensors
 from torchrl_unilab.weight_update.scheme import PullAt
 

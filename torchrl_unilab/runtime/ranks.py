@@ -40,7 +40,8 @@ from torchrl_unilab.errors import (
     WaitTimeoutError,
 )
 from torchrl_unilab.limits import launcher_env, local_ranks, process_status
-from torchrl_unilab.scalars import as_integer, as_seconds, poll_while
+from torchrl_unilab.scalars import as_integer, as_seconds
+from torchrl_unilab.waits import poll_while
 
 EXIT_REASON_SECONDS = 5.0  # within which the others say why they leave
 _POLL_SECONDS = 0.05

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from itertools import starmap
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import deadline
+from torchrl_unilab.waits import deadline
 
 LIFE_CHECK_SECONDS = 0.2
 """How often a wait looks whether the other side lives."""

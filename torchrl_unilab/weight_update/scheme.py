@@ -19,8 +19,9 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 
 from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_choice, as_indices, as_integer, poll_while
+from torchrl_unilab.scalars import as_choice, as_indices, as_integer
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
+from torchrl_unilab.waits import poll_while
 from torchrl_unilab.weight_update.initial_weights import (
     NO_MODEL_ID,
     InitialWeights,

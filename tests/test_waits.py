@@ -1,0 +1,32 @@
+"""Deadlines, and polls that end at them."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from torchrl_unilab.waits import deadline, poll_while
+
+
+@pytest.mark.parametrize(("timeout", "left"), [(None, math.inf), (math.inf, math.inf), (60, 60.0)])
+def test_a_deadline_is_so_many_seconds_away(timeout, left):
+    assert deadline(timeout) - time.monotonic() == pytest.approx(left, abs=30.0)
+
+
+@pytest.mark.parametrize("timeout", [0, -5.0, math.nan])
+def test_a_deadline_of_nothing_is_now(timeout):
+    assert deadline(timeout) <= time.monotonic()
+
+
+def test_a_poll_ends_with_the_first_result_that_is_false():
+    results = iter([[1, 2], [1], [], [3]])
+    assert poll_while(lambda: next(results), None, 0.0) == []
+    assert next(results) == [3]
+
+
+def test_a_poll_without_time_looks_once_and_returns_what_it_found():
+    results = iter([[1, 2], [1]])
+    assert poll_while(lambda: next(results), 0.0, 60.0) == [1, 2]
+    assert next(results) == [1]
