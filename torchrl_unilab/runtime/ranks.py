@@ -313,14 +313,14 @@ class Ranks:
     def _peer_error(self, error: RuntimeError) -> PeerGoneError:
         """Return the error that names the ranks that broke off a step, and why."""
         self._post_exit_reason(_FOLLOWED)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        reasons: dict[int, str | None] = {}
 
-        def unknown() -> bool:
-            reasons.update((rank, self._reason(rank)) for rank in others)
-            return None in reasons.values() and not any(reasons.values())
+        def undecided() -> bool:
+            reasons = self._reasons().values()
+            return None in reasons and not any(reasons)
 
-        if poll_while(unknown, EXIT_REASON_SECONDS, _POLL_SECONDS):
+        poll_while(undecided, EXIT_REASON_SECONDS, _POLL_SECONDS)
+        reasons = self._reasons()
+        if not any(reasons.values()):
             late = f"did not come to a step within {self.timeout:g} s, or cannot be reached"
             reasons = {r: late if why is None else why for r, why in reasons.items()}
         named = [f"rank {rank} {reason}" for rank, reason in reasons.items() if reason]
@@ -337,9 +337,13 @@ class Ranks:
 
     def _crashed(self) -> str:
         """Return which ranks of this machine have ended without a word, and how, if any."""
-        reasons = {rank: self._reason(rank) or "" for rank in range(self.size) if rank != self.rank}
-        crashed = {rank: why for rank, why in reasons.items() if why.startswith(_CRASHED)}
-        return "; ".join(f"rank {rank} {why}" for rank, why in crashed.items())
+        reasons = {rank: why or "" for rank, why in self._reasons().items()}
+        crashed = [f"rank {r} {why}" for r, why in reasons.items() if why.startswith(_CRASHED)]
+        return "; ".join(crashed)
+
+    def _reasons(self) -> dict[int, str | None]:
+        """Return why each of the others leaves; see `_reason`."""
+        return {rank: self._reason(rank) for rank in range(self.size) if rank != self.rank}
 
     def _reason(self, rank: int) -> str | None:
         """Return why a rank leaves: empty if another one is to blame, None if not known yet."""
