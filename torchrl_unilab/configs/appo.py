@@ -10,15 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from torchrl_unilab.configs.settings import (
+    AlgorithmConfig,
     Count,
-    Device,
     Fraction,
     Natural,
     NonNegative,
     Positive,
-    Settings,
-    Text,
-    Threads,
     Widths,
     setting,
 )
@@ -36,7 +33,7 @@ Pull = Literal["step", "rollout"]
 
 
 @dataclass(frozen=True)
-class APPOConfig(Settings):
+class APPOConfig(AlgorithmConfig):
     """Settings of one APPO run.
 
     ``torchrl-unilab train appo --help`` lists them with meaning, range and default; so does the
@@ -55,16 +52,8 @@ class APPOConfig(Settings):
     learner_threads: ClassVar[int] = 1  # small networks run fastest on one thread
     min_frames: ClassVar[int] = 1
 
-    device: Device = setting("cpu", "device that learns")
-    collector_device: Device = setting(
-        "cpu", "device on which collectors act; physics is on the CPU"
-    )
     num_envs: Count = setting(64, "environments per collector")
     num_steps: Count = setting(16, "steps of each environment in a rollout")
-    num_collectors: Count = setting(1, "collector processes")
-    physics_threads: Threads | None = setting(
-        None, "physics threads per collector; None shares the cores"
-    )
     pool: Pool = setting(1, "rollouts that are reused together; the oldest is replaced")
     epochs: Count = setting(10, "passes over the pool per new rollout")
     minibatches: Count = setting(8, "minibatches per pass over the pool")
@@ -85,10 +74,6 @@ class APPOConfig(Settings):
     reward_scale: Positive = setting(
         0.1, "factor on rewards for learning; reported returns are unscaled"
     )
-    observation: Text = setting("observation", "key that the actor reads")
-    critic_observation: Text = setting(
-        "observation", "key that the critic reads; may hold data that the actor cannot observe"
-    )
     hidden: Widths = setting((64, 64), "widths of the actor's and the critic's hidden layers")
     log_std: float = setting(0.0, "initial log standard deviation of the actions")
     final_log_std: float | None = setting(
@@ -100,7 +85,6 @@ class APPOConfig(Settings):
         0.0,
         "correlation of an environment's exploration noise with its previous step; 0: white noise",
     )
-    gamma: Fraction = setting(0.99, "discount per step")
     final_gamma: Fraction | None = setting(
         None,
         "discount at the end; the horizon, 1 / (1 - gamma), changes geometrically from that of "
@@ -143,9 +127,6 @@ class APPOConfig(Settings):
         None, "published versions after which a rollout is dropped; None keeps all"
     )
     lockstep: bool = setting(False, "collect only when the learner asks: repeatable bit for bit")
-    restart_workers: Natural = setting(
-        0, "lost collectors to replace before the loss of one ends the run"
-    )
 
     def __post_init__(self) -> None:
         """Check each setting, then those that depend on each other."""

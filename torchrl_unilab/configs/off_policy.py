@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torchrl_unilab.configs.settings import (
+    AlgorithmConfig,
     Count,
-    Device,
     Fraction,
-    Natural,
     NonNegative,
     Positive,
-    Settings,
-    Text,
     Threads,
     Widths,
     setting,
@@ -43,7 +40,7 @@ def compute_train_start_threshold(batch_size: int, learning_starts: int, num_env
 
 
 @dataclass(frozen=True)
-class OffPolicyConfig(Settings):
+class OffPolicyConfig(AlgorithmConfig):
     """Settings of one SAC or TD3 run.
 
     A *tick* is ``env_steps_per_sync`` steps of all environments, followed by ``updates_per_step``
@@ -64,15 +61,6 @@ class OffPolicyConfig(Settings):
     pull: ClassVar[Literal["rollout"]] = "rollout"  # a tick has one step, or a few
 
     algorithm: Algorithm = setting("sac", "the algorithm")
-    device: Device = setting("cpu", "device that learns")
-    collector_device: Device = setting(
-        "cpu", "device on which collectors act; physics is on the CPU"
-    )
-    num_envs: Count = setting(16, "environments per collector")
-    num_collectors: Count = setting(1, "collector processes")
-    physics_threads: Threads | None = setting(
-        None, "physics threads per collector; None shares the cores"
-    )
     learner_threads: Threads | None = setting(
         None,
         "threads of the learner; a fused update computes the policy's gradient on half of them, "
@@ -100,9 +88,6 @@ class OffPolicyConfig(Settings):
         "pack the next tick's sample in a thread during this tick's updates; it then has no rows "
         "of the next tick; for a learner that leaves a core idle",
     )
-    restart_workers: Natural = setting(
-        0, "lost collectors to replace before the loss of one ends the run"
-    )
     env_steps_per_sync: Count = setting(1, "steps of each environment in a tick")
     obs_normalization: bool = setting(
         False, "normalise observations with running statistics; each row counts once"
@@ -110,11 +95,8 @@ class OffPolicyConfig(Settings):
     n_step: Count = setting(
         1, "steps of the returns: number of rewards summed before a value is added"
     )
-    observation: Text = setting("observation", "key that the actor reads")
-    critic_observation: Text = setting("observation", "key that the critics read")
     hidden: Widths = setting((256, 256), "widths of the actor's and the critics' hidden layers")
     layer_norm: bool = setting(False, "normalise the inputs of the hidden layers' relus")
-    gamma: Fraction = setting(0.99, "discount per step")
     tau: Fraction = setting(
         0.005, "share of the networks that is mixed into their targets per update"
     )

@@ -175,6 +175,29 @@ class Settings:
         return {field.name: Kind(hints[field.name]) for field in dataclasses.fields(cls)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig(Settings):
+    """Settings that every algorithm has."""
+
+    device: Device = setting("cpu", "device that learns")
+    collector_device: Device = setting(
+        "cpu", "device on which collectors act; physics is on the CPU"
+    )
+    num_envs: Count = setting(16, "environments per collector")
+    num_collectors: Count = setting(1, "collector processes")
+    physics_threads: Threads | None = setting(
+        None, "physics threads per collector; None shares the cores"
+    )
+    restart_workers: Natural = setting(
+        0, "lost collectors to replace before the loss of one ends the run"
+    )
+    observation: Text = setting("observation", "key that the actor reads")
+    critic_observation: Text = setting(
+        "observation", "key that critics read; may hold data that the actor cannot observe"
+    )
+    gamma: Fraction = setting(0.99, "discount per step")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "Did you mean ...?" with known names that begin with `name`, or the most similar one.
 
