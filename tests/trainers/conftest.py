@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 @pytest.fixture(autouse=True)
 def _runs_draw_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes a third of a short run; those of the fixtures below draw theirs."""
-    monkeypatch.setattr("torchrl_unilab.trainers.runs.train.plot_returns", lambda *_: None)
+    monkeypatch.setattr("torchrl_unilab.trainers.runs.summary.plot_returns", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,16 @@
-"""What a run writes at its end: a picture of its curve, and the versions it depends on."""
+"""What a run writes at its end: the summary, with the versions it depends on, and its curve."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torchrl_unilab.trainers.evaluation import Evaluation
+from torchrl_unilab.trainers.runs.directory import SUMMARY, write_whole
 
 
 @functools.cache
@@ -15,6 +18,15 @@ def package_versions() -> dict[str, str]:
     """Return the versions of what a run's figures depend on."""
     names = ("torchrl-unilab", "torchrl", "tensordict", "torch", "mujoco", "gymnasium")
     return {name: importlib.metadata.version(name) for name in names}
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write a run's summary, and a picture of its curve, into its directory."""
+    # JSON has neither infinity (the rate of a phase that took no time) nor NaN.
+    known = json.loads(json.dumps(summary), parse_constant=lambda _: None)
+    write_whole(path / SUMMARY, json.dumps(known, allow_nan=False))
+    title = f"{summary['env']}, {summary['algo'].upper()}, seed {summary['seed']}"
+    plot_returns(path / "returns.png", title, summary["curve"], summary.get("evaluations", ()))
 
 
 def plot_returns(

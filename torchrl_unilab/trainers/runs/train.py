@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -39,7 +38,6 @@ from torchrl_unilab.trainers.runs.checkpoint import (
 )
 from torchrl_unilab.trainers.runs.directory import (
     CHECKPOINT,
-    SUMMARY,
     TRACE,
     VIDEOS,
     check_run_dir,
@@ -51,7 +49,7 @@ from torchrl_unilab.trainers.runs.directory import (
 from torchrl_unilab.trainers.runs.environment import fit_environments
 from torchrl_unilab.trainers.runs.loggers import RunLogger, check_loggers, run_logger
 from torchrl_unilab.trainers.runs.policy import check_newest
-from torchrl_unilab.trainers.runs.summary import package_versions, plot_returns
+from torchrl_unilab.trainers.runs.summary import package_versions, write_summary
 from torchrl_unilab.trainers.video import check_filming
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -374,11 +372,7 @@ class Run:
             summary["evaluations"] = evaluations
         if not self.is_rank_zero:
             return summary
-        title = f"{options.env}, {summary['algo'].upper()}, seed {options.seed}"
-        # JSON has neither infinity (the rate of a phase that took no time) nor NaN.
-        known = json.loads(json.dumps(summary), parse_constant=lambda _: None)
-        write_whole(self.path / SUMMARY, json.dumps(known, allow_nan=False))
-        plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
+        write_summary(self.path, summary)
         frames = trainer.collected_frames
         if returns.curve and trainer._last_log.get("return") != frames:  # not logged yet
             trainer.logger.log_scalar("return", returns.mean, step=frames)
