@@ -159,9 +159,9 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
         `share` workers collect a batch together; `explore` wraps the policy in each.
         """
-        first, inline_env = self._factories[0], None
+        make_env = self._factories[0]
         # A transform that a factory holds belongs to one environment only.
-        env = (first if self._inline else unpack_factory(pack_factory(first)))()
+        env = (make_env if self._inline else unpack_factory(pack_factory(make_env)))()
         check_env(env)
         try:
             check_done_keys(env)
@@ -184,16 +184,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             payload = cloudpickle.dumps((on_host(self.policy), explore, rollouts))
             scheme = copy.copy(self.scheme) if self._inline else self.scheme
             setup = WorkerSetup(payload, env.batch_size, scheme, sink, metrics, trace.settings())
-            workers: WorkerService | WorkerGroup
-            if self._inline:
-                inline_env = first()  # `env` was stepped, and its transforms may keep state
-                workers = WorkerService(setup, inline_env)
-            else:
-                factories = map(pack_factory, self._factories)
-                arguments = [(setup, worker, make) for worker, make in enumerate(factories)]
-                workers = WorkerGroup(
-                    run_worker, arguments, name="collector", num_threads=self._num_threads
-                )
+            workers = self._start_workers(setup)
             self._team = WorkerTeam(
                 workers, sink, metrics, timeout=self.timeout, restart_workers=self.restart_workers
             )
@@ -203,8 +194,16 @@ class WorkerCollector(BaseCollector, abc.ABC):
             self.shutdown()
             raise
         finally:
-            if env is not inline_env:  # a function may return the same environment twice
+            inline = None if self._team is None else self._team.service
+            if inline is None or inline.rollouts.env is not env:  # a function may return one twice
                 close_env(env)
+
+    def _start_workers(self, setup: WorkerSetup) -> WorkerService | WorkerGroup:
+        if self._inline:  # the environment that was stepped is not used: transforms may keep state
+            return WorkerService(setup, self._factories[0]())
+        factories = map(pack_factory, self._factories)
+        arguments = [(setup, worker, make) for worker, make in enumerate(factories)]
+        return WorkerGroup(run_worker, arguments, name="collector", num_threads=self._num_threads)
 
     def _open_sink(self) -> Any:
         if self._sink is None:
