@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
-from torchrl_unilab.errors import LayoutDtypeError, LayoutError, LayoutKeyError, LayoutShapeError
-from torchrl_unilab.shm.layout import dotted
+from torchrl_unilab.errors import LayoutDtypeError, LayoutError, LayoutKeyError
+from torchrl_unilab.shm.layout import check_specs, dotted
 
 Path = tuple[str, ...]
 """A TensorDict key as a tuple."""
@@ -24,6 +24,10 @@ Path = tuple[str, ...]
 _Tree = tuple[dict[str, Any], tuple[int, ...]]
 _RECENT = 64
 """Batch sizes whose shapes are kept."""
+_REMEDY = (
+    "Pass items like the first one, or give the storage an example: TorchRL's collectors first "
+    "write a placeholder."
+)
 
 
 def leaves(data: TensorDictBase) -> dict[Path, torch.Tensor]:
@@ -157,22 +161,8 @@ class TensorSchema:
             found = {path: found[path] for path in self._paths}
         tensors, shapes = [*found.values()], self._shapes(tuple(batch_size))
         if [t.shape for t in tensors] != shapes or [t.dtype for t in tensors] != self._dtypes:
-            self._refuse(tensors, shapes)
+            check_specs(zip(self.names, shapes, self._dtypes, strict=True), tensors, _REMEDY)
         return tensors
-
-    def _refuse(self, tensors: list[torch.Tensor], shapes: list[torch.Size]) -> None:
-        for tensor, shape, field in zip(tensors, shapes, self.fields, strict=True):
-            if tensor.shape != shape:
-                raise LayoutShapeError(
-                    f"shape of {field.name!r}: {tuple(tensor.shape)} (expected {tuple(shape)}). "
-                    "Pass items like the first one, or give the storage an example: "
-                    "TorchRL's collectors first write a placeholder."
-                )
-            if tensor.dtype is not field.dtype:
-                raise LayoutDtypeError(
-                    f"dtype of {field.name!r}: {tensor.dtype} (expected {field.dtype}). Cast it, "
-                    "or make a new storage."
-                )
 
     def _shapes(self, batch: tuple[int, ...]) -> list[torch.Size]:
         """Return the shapes of all tensors of a batch; those of recent batches are kept."""

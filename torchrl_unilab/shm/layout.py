@@ -17,6 +17,11 @@ import torch
 from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.shm.words import LINE
 
+Spec = tuple[str, tuple[int, ...], torch.dtype]
+"""Dotted key, shape and dtype of a tensor."""
+
+_REMEDY = "Give tensors like those the layout was made from, or build it anew from these."
+
 
 def align(offset: int, alignment: int = LINE) -> int:
     """Return the first multiple of `alignment` that is not below `offset`."""
@@ -82,8 +87,8 @@ class BlockLayout:
         return cls.of_specs((key, tuple(t.shape), t.dtype) for key, t in tensors.items())
 
     @classmethod
-    def of_specs(cls, specs: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> BlockLayout:
-        """Lay out (key, shape, dtype) triples in order.
+    def of_specs(cls, specs: Iterable[Spec]) -> BlockLayout:
+        """Lay out tensors of these specs in order.
 
         Raises:
             LayoutKeyError: A key comes twice.
@@ -133,17 +138,7 @@ class BlockLayout:
                 f"tensors: {len(tensors)} (expected {len(self.fields)}: {_some(self.keys)}). "
                 "Give one for each key."
             )
-        for field, tensor in zip(self.fields, tensors, strict=True):
-            if tensor.shape != field.shape:
-                raise LayoutShapeError(
-                    f"shape of {field.key!r}: {tuple(tensor.shape)} (expected {field.shape}). "
-                    "Give tensors like those the layout was made from, or build it anew from these."
-                )
-            if tensor.dtype is not field.dtype:
-                raise LayoutDtypeError(
-                    f"dtype of {field.key!r}: {tensor.dtype} (expected {field.dtype}). "
-                    "Cast it, or build the layout anew from these."
-                )
+        check_specs(((f.key, f.shape, f.dtype) for f in self.fields), tensors, _REMEDY)
 
     @functools.cached_property
     def _shapes_and_dtypes(self) -> tuple[list[torch.Size], list[torch.dtype]]:
@@ -159,12 +154,32 @@ class BlockLayout:
             unknown = sorted(tensors.keys() - set(self.keys))
             raise LayoutKeyError(
                 f"keys of the tensors: missing {missing}, unknown {unknown} "
-                f"(expected {len(self.fields)} keys: {_some(self.keys)}). Give tensors like those "
-                "the layout was made from, or build it anew from these."
+                f"(expected {len(self.fields)} keys: {_some(self.keys)}). {_REMEDY}"
             )
         ordered = [tensors[key] for key in self.keys]
         self.check(ordered)
         return ordered
+
+
+def check_specs(specs: Iterable[Spec], tensors: Iterable[torch.Tensor], remedy: str) -> None:
+    """Refuse tensors of other shapes or dtypes than their specs.
+
+    Args:
+        specs: One per tensor, in their order.
+        tensors: The tensors.
+        remedy: What to do about another shape.
+
+    Raises:
+        LayoutShapeError: A tensor has another shape.
+        LayoutDtypeError: A tensor has another dtype.
+    """
+    for (key, shape, dtype), tensor in zip(specs, tensors, strict=True):
+        if tensor.shape != shape:
+            raise LayoutShapeError(
+                f"shape of {key!r}: {tuple(tensor.shape)} (expected {tuple(shape)}). {remedy}"
+            )
+        if tensor.dtype is not dtype:
+            raise LayoutDtypeError(f"dtype of {key!r}: {tensor.dtype} (expected {dtype}). Cast it.")
 
 
 def _some(keys: Sequence[str], shown: int = 8) -> str:

@@ -21,7 +21,7 @@ from torchrl_unilab.data.replay.form import EXTRA, ONE_STEP_REWARD, REWARD, RowF
 from torchrl_unilab.data.replay.trajectories import stride_of
 from torchrl_unilab.data.schema import TensorField
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.shm.layout import BlockLayout
+from torchrl_unilab.shm.layout import BlockLayout, Spec
 from torchrl_unilab.shm.rows import Gather, SharedRows
 from torchrl_unilab.shm.window import Window
 
@@ -42,8 +42,6 @@ class ReplaySnapshot(NamedTuple):
 
 Batch = dict[str, torch.Tensor]
 """The memory of a batch, as blocks of shape [count, ...]."""
-_Block = tuple[str, tuple[int, ...], torch.dtype]
-"""Name, shape of one row, dtype."""
 
 
 class _Known(NamedTuple):
@@ -77,7 +75,7 @@ class BatchLayout:
     def __init__(self, form: RowForm) -> None:
         self.form = form
 
-        def by_part(of: str) -> list[_Block]:
+        def by_part(of: str) -> list[Spec]:
             return [(f"{of} {i}", (w,), torch.int32) for i, w in enumerate(form.layout.widths)]
 
         blocks = [("index", (), torch.int64), *by_part("rows")]
@@ -179,7 +177,7 @@ def _held(batch: TensorDictBase, nested: Iterable[TensorDictBase]) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _in_one_run(blocks: tuple[_Block, ...], count: int) -> BlockLayout:
+def _in_one_run(blocks: tuple[Spec, ...], count: int) -> BlockLayout:
     """Return where the blocks of a batch lie in one run of memory."""
     return BlockLayout.of_specs((name, (count, *shape), dtype) for name, shape, dtype in blocks)
 
