@@ -25,6 +25,7 @@ PHASES = ("physics", "policy", "write", "wait")
 """Where a worker's time goes: environment, policy, filling the slot, waiting for one."""
 
 WINDOW = 64
+_COUNTS = ("frames", "trajectories", "ticks", "episodes")
 
 
 @dataclass(frozen=True)
@@ -210,11 +211,11 @@ class SharedMetrics(Owner):
                 names are ignored.
         """
         values = {} if values is None else values
-        counts = (frames, trajectories, ticks, log.episodes)
+        counts = [frames, trajectories, ticks, log.episodes]
         further = [values.get(name, math.nan) for name in self.names]
         self._cells[worker].publish(
             [
-                *(torch.tensor(count, device="cpu") for count in counts),
+                torch.tensor(counts, device="cpu"),
                 torch.tensor(list(clock.seconds.values()), dtype=torch.float64, device="cpu"),
                 torch.from_numpy(log.last),
                 torch.tensor(further, dtype=torch.float64, device="cpu"),
@@ -223,7 +224,8 @@ class SharedMetrics(Owner):
 
     def snapshot(self, worker: int) -> dict[str, torch.Tensor]:
         """Return the newest snapshot of `worker`; its replacement resumes from it."""
-        return self._cells[worker].newest()[1]
+        newest = self._cells[worker].newest()[1]
+        return newest | dict(zip(_COUNTS, newest["counts"], strict=True))
 
     def total(self) -> CollectorMetrics:
         """Return sums over all workers, and means over their last episodes."""
@@ -257,9 +259,8 @@ class SharedMetrics(Owner):
 
 
 def _initial(names: int) -> dict[str, torch.Tensor]:
-    counts = ("frames", "trajectories", "ticks", "episodes")
     return {
-        **{name: torch.zeros((), dtype=torch.int64, device="cpu") for name in counts},
+        "counts": torch.zeros(len(_COUNTS), dtype=torch.int64, device="cpu"),
         "seconds": torch.zeros(len(PHASES), dtype=torch.float64, device="cpu"),
         "last": torch.zeros(WINDOW, 3, dtype=torch.float64, device="cpu"),
         "values": torch.full((names,), torch.nan, dtype=torch.float64, device="cpu"),
