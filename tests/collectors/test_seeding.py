@@ -1,6 +1,11 @@
 from __future__ import annotations
 
-from torchrl_unilab.collectors.seeding import first_seed, first_trajectory, random_seed
+from torchrl_unilab.collectors.seeding import (
+    first_seed,
+    first_trajectory,
+    random_seed,
+    worker_seeds,
+)
 
 
 def test_seeds_that_were_drawn_leave_room_to_count_on_from():
@@ -17,3 +22,10 @@ def test_a_collector_that_is_started_again_has_other_seeds_and_the_first_ones_co
 
 def test_trajectory_ids_stay_a_collectors_own_whatever_version_it_starts_with():
     assert {first_trajectory(1, version) >> 40 for version in (0, 1, 2**20, 2**40)} == {1}
+
+
+def test_the_environments_of_workers_count_on_or_share_a_seed_while_their_noise_differs():
+    counting, sharing = worker_seeds(7, 3, 4), worker_seeds(7, 3, 0)
+    assert [env for env, _ in counting] == [7, 11, 15]
+    assert [env for env, _ in sharing] == [7, 7, 7]
+    assert len({noise for _, noise in counting}) == 3

@@ -61,19 +61,12 @@ STOCK_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def check_settings(
-    workers: int,
-    inline: bool,
-    lockstep: bool,
-    restart_workers: int,
-    worker_idx: int | None,
-    seed: int | None,
+    workers: int, *, inline: bool, lockstep: bool, restart_workers: int, worker_idx: int | None
 ) -> None:
     """Refuse numbers out of range, and ways to collect that exclude each other.
 
     The arguments are `WorkerCollector`'s.
     """
-    if seed is not None:
-        as_integer("seed", seed, "Use 0, for example.", least=0)
     if inline and workers > 1:
         raise ConfigError(f"inline: {workers} workers (expected 1). Use lockstep=True.")
     if as_integer("restart_workers", restart_workers, "Use 0.", least=0) and (lockstep or inline):

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import cloudpickle
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -42,7 +41,7 @@ from torchrl_unilab.collectors.arguments import (
     unpack_factory,
 )
 from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
-from torchrl_unilab.collectors.seeding import first_seed, first_trajectory, random_seed
+from torchrl_unilab.collectors.seeding import as_seed, first_seed, first_trajectory, worker_seeds
 from torchrl_unilab.collectors.service import Sink, WorkerService, WorkerSetup, run_worker
 from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import Measure, check_env, close_env, on_host, reward_terms
@@ -126,7 +125,13 @@ class WorkerCollector(BaseCollector, abc.ABC):
         check_stock_arguments(type(self).__name__, stock, STOCK_ARGUMENTS)
         self._factories = env_factories(create_env_fn, num_collectors)
         workers = len(self._factories)
-        check_settings(workers, inline, lockstep, restart_workers, worker_idx, seed)
+        check_settings(
+            workers,
+            inline=inline,
+            lockstep=lockstep,
+            restart_workers=restart_workers,
+            worker_idx=worker_idx,
+        )
         super().__init__()
         self.scheme = policy_scheme(weight_sync_schemes)
         self._weight_sync_schemes = {"policy": self.scheme}
@@ -141,7 +146,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         self.restart_workers = restart_workers
         self._inline, self._num_threads = inline, as_integer("num_threads", num_threads, "Use 1.")
         self.exploration_type = exploration_of(exploration_type)
-        self._first_seed, self._frames = seed, 0
+        self._first_seed, self._frames = as_seed(seed), 0
         self._iter = -1  # index of the last batch yielded, which TorchRL's `stats` reads
         self._closing = threading.RLock()
         self._sink: Sink | None = None
@@ -297,19 +302,14 @@ class WorkerCollector(BaseCollector, abc.ABC):
         Raises:
             ConfigError: The seed is no integer of at least 0.
         """
-        given = random_seed() if seed is None else seed
-        seed = as_integer("seed", given, "Use 0, for example.", least=0)
+        seed = as_seed(seed)
         team = self._finish_tick()
         if not static_seed:
             version, environments = self.scheme.first_version, self.num_workers * self.num_envs
             seed = first_seed(seed, self.worker_idx, version, environments)
         team.seed = seed
-        requests = []
-        for worker in range(self.num_workers):
-            noise = np.random.SeedSequence((seed, worker)).generate_state(1, np.uint64)[0]
-            own = seed if static_seed else seed + worker * self.num_envs
-            requests.append(("seed", own, int(noise)))
-        team.ask(requests)
+        seeds = worker_seeds(seed, self.num_workers, 0 if static_seed else self.num_envs)
+        team.ask([("seed", *own) for own in seeds])
         return seed + self.num_workers * self.num_envs
 
     def reset(self) -> None:
