@@ -109,14 +109,10 @@ def load_rows(
         )
     size = storage.max_size // storage.writers
     for floor, head, place, (origin, first, stride) in shards:
-        if not (
-            0 <= floor <= head <= floor + size
-            and (floor == head or 0 <= place + floor <= place + head <= count)
-            and origin >= 0
-            and max(head, origin) < 1 << 62
-            and 0 <= first <= head < 1 << 62 - STRIDE_BITS
-            and 0 < stride < 1 << STRIDE_BITS
-        ):
+        fits = 0 <= floor <= head <= floor + size
+        is_in_file = floor == head or 0 <= place + floor <= place + head <= count
+        steps_fit = 0 <= first <= head < 1 << 62 - STRIDE_BITS and 0 < stride < 1 << STRIDE_BITS
+        if not (fits and is_in_file and steps_fit and 0 <= origin < 1 << 62):
             raise CheckpointError(
                 f"cannot load rows: rows {floor} to {head} of a shard (expected at most {size}, "
                 f"of {count} in the file). Load another checkpoint."
