@@ -156,26 +156,7 @@ class OffPolicyTrainer(RankTrainer):
                 "rollouts to). Pass a PackedReplayStorage, or collect by ReplayCollector."
             )
         self.storage = collector.storage if storage is None else storage
-        if config.min_frames > self.storage.max_size:
-            raise ConfigError(
-                f"replay of {self.storage.max_size} rows (expected at least {config.min_frames}, "
-                "which the first update needs). Raise replay_buffer_n, or lower learning_starts or "
-                "batch_size."
-            )
-        if self.storage.n_step > 1 and _reward_of(loss_module) != "reward":
-            raise ConfigError(
-                f"replay of n_step={self.storage.n_step}: a loss of the reward "
-                f"{_reward_of(loss_module)!r} (expected 'reward', which returns of several steps "
-                "sum up). Rename it, or take n_step=1."
-            )
-        if self.storage.n_step > 1 and isinstance(loss_module, SACLoss | TD3Loss):
-            gamma = float(loss_module.value_estimator.gamma)
-            if not math.isclose(gamma, self.storage.gamma, rel_tol=1e-6):
-                raise ConfigError(
-                    f"replay of n_step={self.storage.n_step}: returns of gamma="
-                    f"{self.storage.gamma} (expected {gamma:g}, the loss's). Use one gamma for "
-                    "both."
-                )
+        _check_replay(self.storage, loss_module, config)
         self.update = update = make_update(loss_module, config, ranks)
         self._fused = None if isinstance(update, LossUpdate) else update
         if isinstance(collector, ReplayCollector):
@@ -361,6 +342,29 @@ class OffPolicyTrainer(RankTrainer):
         self.pipeline.close()
         if self._fused is not None:
             self._fused.close()
+
+
+def _check_replay(storage: PackedReplayStorage, loss: LossModule, config: OffPolicyConfig) -> None:
+    """Refuse a replay that is too small, or whose returns are not those that the loss counts on."""
+    if config.min_frames > storage.max_size:
+        raise ConfigError(
+            f"replay of {storage.max_size} rows (expected at least {config.min_frames}, which the "
+            "first update needs). Raise replay_buffer_n, or lower learning_starts or batch_size."
+        )
+    if storage.n_step == 1:
+        return
+    if (reward := _reward_of(loss)) != "reward":
+        raise ConfigError(
+            f"replay of n_step={storage.n_step}: a loss of the reward {reward!r} (expected "
+            "'reward', which returns of several steps sum up). Rename it, or take n_step=1."
+        )
+    if isinstance(loss, SACLoss | TD3Loss):
+        gamma = float(loss.value_estimator.gamma)
+        if not math.isclose(gamma, storage.gamma, rel_tol=1e-6):
+            raise ConfigError(
+                f"replay of n_step={storage.n_step}: returns of gamma={storage.gamma} (expected "
+                f"{gamma:g}, the loss's). Use one gamma for both."
+            )
 
 
 def _reward_of(loss: LossModule) -> Any:
