@@ -61,7 +61,7 @@ class WorkerTeam:
         self._ahead = False
         self._tick = 0  # the last tick that workers were asked for
         self._outstanding: set[int] = set()  # workers that have not answered to it
-        self._unasked: set[int] = set()  # those of them that may not have been asked
+        self._asked = True  # whether all of these were asked for it
 
     @property
     def ticks(self) -> int:
@@ -70,20 +70,19 @@ class WorkerTeam:
 
     def start_tick(self) -> None:
         """Ask all workers for the next tick."""
-        self._unasked = set(range(self.count))
-        self._outstanding = set(self._unasked)
+        self._asked = False
+        self._outstanding = set(range(self.count))
         self._tick += 1
-        self._send_pending()
+        self._ask_outstanding()
 
-    def _send_pending(self) -> None:
-        while self._unasked:
-            worker = min(self._unasked)
+    def _ask_outstanding(self) -> None:
+        for worker in sorted(self._outstanding):
             if self.service is not None:
                 self._serve("collect", self._tick)
                 self._outstanding.discard(worker)
             else:
                 self._retry(partial(self.group.send, worker, "collect", self._tick))
-            self._unasked.discard(worker)
+        self._asked = True
 
     def finish_tick(self) -> None:
         """Wait for the tick that is outstanding, if one is.
@@ -92,16 +91,15 @@ class WorkerTeam:
             WorkerError: A worker failed, or did not answer in time.
         """
         try:
-            while self._outstanding:
-                self._send_pending()
-                self._retry(self._take_answers)
+            if not self._asked:
+                self._ask_outstanding()
+            self._retry(self._take_answers)
         except BaseException:
-            self._unasked = set(self._outstanding)  # an answer may have been lost with Ctrl-C
+            self._asked = False  # an answer may have been lost with Ctrl-C
             raise
 
     def _take_answers(self) -> None:
-        """Wait for the workers that are asked; a replaced one has to be asked anew."""
-        for worker in sorted(self._outstanding - self._unasked):
+        for worker in sorted(self._outstanding):
             self.group.receive(worker, self._timeout)
             self._outstanding.discard(worker)
 
@@ -211,7 +209,7 @@ class WorkerTeam:
         group.ask(worker, "resume", self._metrics.snapshot(worker))
         group.ask(worker, "run", self._ahead)
         if worker in self._outstanding:
-            self._unasked.add(worker)
+            group.send(worker, "collect", self._tick)
 
     @property
     def pids(self) -> list[int]:
