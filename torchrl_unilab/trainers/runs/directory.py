@@ -24,7 +24,6 @@ from torchrl_unilab.configs.file import CONFIG_FILE, StrPath, read_config
 from torchrl_unilab.errors import ConfigError
 
 CHECKPOINT = "checkpoint"
-SUMMARY = "summary.json"
 TRACE = "trace.json"
 VIDEOS = "videos"
 

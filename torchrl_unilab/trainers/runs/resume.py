@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torchrl_unilab.collectors.arguments import CreateEnv
@@ -16,8 +14,9 @@ from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.progress import stop_reason
 from torchrl_unilab.trainers.reports import LearningCurve
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun, run_checkpoint
-from torchrl_unilab.trainers.runs.directory import CHECKPOINT, SUMMARY, run_path
+from torchrl_unilab.trainers.runs.directory import CHECKPOINT, run_path
 from torchrl_unilab.trainers.runs.policy import MACHINE_SETTINGS, check_run, saved_config, task_of
+from torchrl_unilab.trainers.runs.summary import summarised_frames
 from torchrl_unilab.trainers.runs.train import Run
 
 _CHANGEABLE = RunConfig.kinds().keys() - {"env", "frames", "seed"}
@@ -96,7 +95,7 @@ def resume_run(
     inherited = {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
     inherited |= {name: file_settings[name] for name in _TAKEN_OVER & file_settings.keys()}
     # Without a summary, the run was killed between its last checkpoint and its summary.
-    summarised = _summarised_frames(path / SUMMARY) >= saved.frames
+    summarised = summarised_frames(path) >= saved.frames
     limits = {n: file_settings[n] for n in _LIMITS if file_settings.get(n) is not None}
     left = limits.keys() - options.keys() if summarised else ()
     reached = sorted(name for name in left if _stop_reason(saved, **{name: limits[name]}))
@@ -141,12 +140,3 @@ def _stop_reason(
     part = {"trainer_module.learning_curve": returns}
     run_checkpoint(**part).load(saved.path, components=part)
     return stop_reason(returns, stop_at, max_seconds)
-
-
-def _summarised_frames(summary: Path) -> int:
-    """Return the frames that a complete run's summary states; 0 without a readable one."""
-    try:
-        found = json.loads(summary.read_text())
-        return 0 if found["interrupted"] else int(found["frames"])
-    except (OSError, ValueError, TypeError, KeyError, OverflowError):
-        return 0

@@ -1,4 +1,4 @@
-"""What a run writes at its end: the summary, with the versions it depends on, and its curve."""
+"""A run's summary, which `resume_run` reads, with versions and a picture of the curve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_unilab.trainers.evaluation import Evaluation
-from torchrl_unilab.trainers.runs.directory import SUMMARY, write_whole
+from torchrl_unilab.trainers.runs.directory import write_whole
+
+_FILE = "summary.json"
 
 
 @functools.cache
@@ -24,9 +26,18 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     """Write a run's summary, and a picture of its curve, into its directory."""
     # JSON has neither infinity (the rate of a phase that took no time) nor NaN.
     known = json.loads(json.dumps(summary), parse_constant=lambda _: None)
-    write_whole(path / SUMMARY, json.dumps(known, allow_nan=False))
+    write_whole(path / _FILE, json.dumps(known, allow_nan=False))
     title = f"{summary['env']}, {summary['algo'].upper()}, seed {summary['seed']}"
     plot_returns(path / "returns.png", title, summary["curve"], summary.get("evaluations", ()))
+
+
+def summarised_frames(path: Path) -> int:
+    """Return the frames that the summary of a complete run states; 0 without a readable one."""
+    try:
+        found = json.loads((path / _FILE).read_text())
+        return 0 if found["interrupted"] else int(found["frames"])
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return 0
 
 
 def plot_returns(
