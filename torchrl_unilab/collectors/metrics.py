@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,8 +238,9 @@ class SharedMetrics(Owner):
             rows.append(part["last"].numpy()[newest])
         last = np.concatenate(rows)
         mean = last.mean(axis=0) if len(last) else np.full(3, np.nan)
-        seconds = torch.stack([part["seconds"] for part in parts]).sum(0).tolist()
-        values = torch.stack([part["values"] for part in parts]).nanmean(0).tolist()
+        # Lists: of so few numbers Python has the sums before torch has begun.
+        seconds = zip(*(part["seconds"].tolist() for part in parts), strict=True)
+        values = zip(*(part["values"].tolist() for part in parts), strict=True)
         return CollectorMetrics(
             frames=sum(int(part["frames"]) for part in parts),
             episodes=sum(int(part["episodes"]) for part in parts),
@@ -247,8 +248,8 @@ class SharedMetrics(Owner):
             episode_length=float(mean[1]),
             timeout_rate=float(1.0 - mean[2]),
             termination_rate=float(mean[2]),
-            seconds=dict(zip(PHASES, seconds, strict=True)),
-            values=dict(zip(self.names, values, strict=True)),
+            seconds=dict(zip(PHASES, map(sum, seconds), strict=True)),
+            values=dict(zip(self.names, map(_mean_of_known, values), strict=True)),
             next_trajectory=max(int(part["trajectories"]) for part in parts),
         )
 
@@ -256,6 +257,11 @@ class SharedMetrics(Owner):
         """Close the shared memory. Idempotent."""
         for cell in self._cells:
             cell.close()
+
+
+def _mean_of_known(numbers: Iterable[float]) -> float:
+    known = [number for number in numbers if not math.isnan(number)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def _initial(names: int) -> dict[str, torch.Tensor]:
