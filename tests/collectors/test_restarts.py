@@ -322,7 +322,7 @@ def test_a_worker_that_fails_while_it_takes_a_place_counts_and_is_named(opened, 
 def test_a_worker_lost_while_another_is_replaced_and_that_one_are_both_replaced(
     opened, monkeypatch
 ):
-    collector = _replay(opened, [CountingEnv] * 2, restart_workers=3)
+    collector = _replay(opened, [CountingEnv] * 2, restart_workers=2)
     batches = iter(collector)
     next(batches)
     collector._finish_tick()
@@ -332,14 +332,13 @@ def test_a_worker_lost_while_another_is_replaced_and_that_one_are_both_replaced(
     def losing(worker: int, *request: Any, **settings: Any) -> Any:
         if request[0] == "resume" and collector.restarts == 1:
             _end(collector, 1)
-            group.check()
         return ask(worker, *request, **settings)
 
     monkeypatch.setattr(group, "ask", losing)
     _end(collector, 0)
     next(batches)
     collector._finish_tick()
-    assert collector.restarts == 3
+    assert collector.restarts == 2
     assert collector.storage.ptr == collector.metrics().frames == 3 * 2 * FRAMES
 
 

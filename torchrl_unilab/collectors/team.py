@@ -179,24 +179,19 @@ class WorkerTeam:
                 self._replace(lost)
 
     def _replace(self, lost: WorkerError) -> None:
-        """Replace a lost worker, and all that are lost meanwhile; raise if that is not allowed."""
-        losses = [lost]
-        while losses:
-            lost = losses.pop()
-            if lost.worker is None or self.restarts >= self._restart_workers:
-                raise lost
+        """Replace a lost worker, and replacements that are lost; raise if that is not allowed."""
+        while (worker := lost.worker) is not None and self.restarts < self._restart_workers:
             self.restarts += 1
             times = f"{self.restarts} of {self._restart_workers} times"
-            torchrl_logger.warning(f"Collector {lost.worker} is replaced ({times}). {lost}")
+            torchrl_logger.warning(f"Collector {worker} is replaced ({times}). {lost}")
             try:
-                self._start_replacement(lost.worker)
+                return self._start_replacement(worker)
             except WorkerError as another:
-                if another.worker != lost.worker:
-                    losses.append(lost)
-                losses.append(another)
+                lost = another
             except BaseException:  # such as Ctrl-C: a half-started replacement is lost as well
-                self.group.end(lost.worker)
+                self.group.end(worker)
                 raise
+        raise lost
 
     def _start_replacement(self, worker: int) -> None:
         """Start a worker that continues the counts and the tick of the lost one."""
