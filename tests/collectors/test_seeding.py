@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import sys
+from unittest.mock import Mock
+
+import pytest
+
 from torchrl_unilab.collectors.seeding import (
     first_seed,
     first_trajectory,
@@ -29,3 +34,25 @@ def test_the_environments_of_workers_count_on_or_share_a_seed_while_their_noise_
     assert [env for env, _ in counting] == [7, 11, 15]
     assert [env for env, _ in sharing] == [7, 7, 7]
     assert len({noise for _, noise in counting}) == 3
+
+
+@pytest.mark.parametrize("actor", ["a1", None])
+@pytest.mark.parametrize("restarted", [True, False])
+@pytest.mark.parametrize("running", [True, False])
+def test_an_actor_that_ray_has_restarted_alone_draws_ids_and_seeds(
+    monkeypatch, actor, restarted, running
+):
+    ray = Mock()
+    ray.is_initialized.return_value = running
+    context = ray.get_runtime_context.return_value
+    context.get_actor_id.return_value = actor
+    context.was_current_actor_reconstructed = restarted
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    ids = [first_trajectory(1, 0) for _ in range(3)]
+    seeds = [first_seed(7, 1, 0, 4) for _ in range(3)]
+    assert {one >> 40 for one in ids} == {1}
+    if actor and restarted and running:
+        assert len({*ids, 1 << 40}) == len({*seeds, 11}) == 4
+    else:
+        assert {*ids} == {1 << 40}
+        assert {*seeds} == {11}

@@ -7,12 +7,13 @@ import os
 import signal
 from typing import Any
 
+import psutil
 import pytest
 from torchrl.collectors import Collector, MultiAsyncCollector
 
 from tests.support.bounds import DEADLINE
 from tests.support.nodes import IDS, NODES, VERSION, followed, node_of, ray_collector
-from tests.support.processes import wait_for
+from tests.support.processes import has_ended, wait_for
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.distributed import UniLabRayScheme
 from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
@@ -133,6 +134,27 @@ def test_nodes_share_no_trajectory_ids_and_no_seeds(cluster):
         assert not ids[0] & ids[1]
         assert [node_of(one) for one in both] == [0, 1]
         assert not both["observation"][0, :, 0].equal(both["observation"][1, :, 0])
+    finally:
+        collector.shutdown(shutdown_ray=False)
+
+
+def test_a_collector_that_ray_restarts_before_a_publish_has_other_ids_and_seeds(cluster):
+    import ray
+
+    collector = ray_collector(collector_kwargs={"seed": 3})
+    try:
+        collector.update_policy_weights_()
+        node = collector.remote_collectors[1]
+        first = ray.get(node.next.remote())
+        (pid,) = ray.get(node.get_distant_attr.remote("pids"))
+        lost = psutil.Process(pid)
+        ray.kill(node, no_restart=False)
+        wait_for(lambda: has_ended(lost))
+        again = ray.get(node.next.remote(), timeout=DEADLINE)
+        ids, others = ({*one[IDS].flatten().tolist()} for one in (first, again))
+        assert not ids & others
+        assert node_of(again) == 1
+        assert not first["observation"][:, 0].equal(again["observation"][:, 0])
     finally:
         collector.shutdown(shutdown_ray=False)
 

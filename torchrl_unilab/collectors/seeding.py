@@ -1,11 +1,15 @@
 """Trajectory ids and seeds of a collector; those of a distributed collector's do not overlap.
 
-What keeps them apart follows from a collector's number, its ``worker_idx``, and from the version of
-the weights that it started with: a collector that is started again has a newer one than the one
-that was lost.
+What keeps them apart follows from a collector's number, its ``worker_idx``, and from its start: the
+version of the weights that it starts with, or a drawn number if Ray has restarted its process, for
+the learner may have published nothing since the start before.
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +33,8 @@ def first_trajectory(worker_idx: int | None, first_version: int) -> int:
     """
     if worker_idx is None:
         return 0
-    return worker_idx * _IDS_OF_COLLECTOR + first_version % _STARTS * _IDS_OF_START
+    start = random_seed() if _is_restarted() else first_version
+    return worker_idx * _IDS_OF_COLLECTOR + start % _STARTS * _IDS_OF_START
 
 
 def first_seed(seed: int, worker_idx: int | None, first_version: int, environments: int) -> int:
@@ -40,7 +45,22 @@ def first_seed(seed: int, worker_idx: int | None, first_version: int, environmen
     if worker_idx is None:
         return seed
     seed += worker_idx * environments
+    if _is_restarted():
+        return random_seed()
     return random_seed(seed, first_version) if first_version else seed
+
+
+def _is_restarted() -> bool:
+    """Return whether Ray has restarted the actor that this process is."""
+    ray: Any = sys.modules.get("ray")  # an actor has imported it
+    if ray is None or not ray.is_initialized():
+        return False
+    context = ray.get_runtime_context()
+    if context.get_actor_id() is None:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what Ray deprecates and calls here
+        return bool(context.was_current_actor_reconstructed)
 
 
 def random_seed(*entropy: int) -> int:
