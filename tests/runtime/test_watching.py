@@ -114,6 +114,13 @@ def test_a_worker_that_hangs_up_and_lives_on_is_not_said_to_have_ended(pair, mon
     pair.stop(0.0)  # as it does not see that it should end
 
 
+def test_a_worker_that_may_have_outlived_its_fork_server_is_not_to_be_replaced(pair):
+    pair._workers[1].process._popen.returncode = 255  # as if the server had been killed
+    with pytest.raises(WorkerError, match=r"server 1, .* exit code 255") as raised:
+        pair.check()
+    assert raised.value.worker is None
+
+
 def _leave_with(link: Link, words: str) -> None:
     """Wait for the end of the group, and fail with words, if there are any."""
     link.ready()
