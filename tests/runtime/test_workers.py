@@ -282,6 +282,7 @@ def test_a_killed_worker_whose_child_holds_its_pipes_is_named_wherever_one_looks
             os.kill(group.pids[0], signal.SIGKILL)
             for call in (lambda: group.ask(0, "double", 1), group.check, lambda: group.poll(0)):
                 assert "was ended by SIGKILL" in str(_within(PROMPT, call))
+            assert _within(PROMPT, lambda: group.stop(DEADLINE)) is None
         finally:
             os.kill(child, signal.SIGKILL)
 

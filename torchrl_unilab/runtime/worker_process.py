@@ -51,9 +51,8 @@ class WorkerProcess:
 
     def end(self, deadline: float) -> None:
         """Wait for its end until a deadline of ``time.monotonic``; then, or if stopped, kill it."""
-        while (left := deadline - time.monotonic()) > 0.0 and not self.stopped:
-            if wait([self.process.sentinel], min(left, CONTINUE_SECONDS)):
-                break
+        while (left := deadline - time.monotonic()) > 0.0 and not (self.ended or self.stopped):
+            wait([self.process.sentinel], min(left, CONTINUE_SECONDS))
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
