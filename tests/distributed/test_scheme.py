@@ -229,6 +229,14 @@ def test_weights_may_take_long_to_come(learner, monkeypatch):
     assert node._poll(-1, DEADLINE, None, {}) is None
 
 
+def test_a_node_that_is_disconnected_in_its_own_thread_ends_that(node, monkeypatch):
+    thread = node.scheme._thread  # where the garbage collector may find the collector
+    monkeypatch.setattr(node.scheme, "_poll", lambda *_: node.scheme.disconnect())
+    thread.join(DEADLINE)
+    assert not thread.is_alive()
+    assert node.scheme._thread is None
+
+
 def test_a_node_publishes_nothing_of_its_own(node):
     with pytest.raises(ConfigError, match="learner's scheme"):
         node.update_policy_weights_()

@@ -181,7 +181,8 @@ class NodeScheme(UniLabShmScheme):
         """End the thread that follows the mailbox. Idempotent."""
         if (thread := self._thread) is not None:
             self._ended.set()
-            thread.join()
+            if thread is not threading.current_thread():  # the collector may be collected there
+                thread.join()
             self._thread = None
 
     def shutdown(self) -> None:
