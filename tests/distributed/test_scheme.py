@@ -20,6 +20,7 @@ from tests.support.processes import has_ended, wait_for
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.distributed import UniLabRayScheme
 from torchrl_unilab.distributed.mailbox import find_mailbox, load_ray
+from torchrl_unilab.distributed.node import POLL_SECONDS, SOON_SECONDS
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, UsageError, WaitTimeoutError
 from torchrl_unilab.modules import make_actor
@@ -235,6 +236,21 @@ def test_a_node_that_is_disconnected_in_its_own_thread_ends_that(node, monkeypat
     thread.join(DEADLINE)
     assert not thread.is_alive()
     assert node.scheme._thread is None
+
+
+def test_a_node_polls_soon_after_a_version_and_then_less_and_less_often(learner, node, monkeypatch):
+    poll, polls = node.scheme._poll, list[tuple[int, float]]()
+
+    def noted(after: int, seconds: float, *report: Any) -> Any:
+        polls.append((after, seconds))
+        return poll(after, seconds, *report)
+
+    monkeypatch.setattr(node.scheme, "_poll", noted)
+    learner[0].send()
+    wait_for(lambda: polls[-1:] == [(FIRST + 1, POLL_SECONDS)])
+    waits = [seconds for after, seconds in polls if after == FIRST + 1]
+    assert waits == sorted(waits)
+    assert waits[0] == SOON_SECONDS
 
 
 def test_a_node_publishes_nothing_of_its_own(node):

@@ -27,8 +27,8 @@ from torchrl_unilab.weight_update.scheme import PullAt
 
 FIRST_SECONDS = 60.0
 POLL_SECONDS = 0.5
-BEHIND_SECONDS = 0.02
-"""Seconds that a poll waits, and those while a worker is behind: its report should come soon."""
+SOON_SECONDS = 0.02
+"""Seconds that a poll waits at most, and after a new version: workers may report that soon."""
 _GRACE_SECONDS = 2.0  # that the answer to a poll may take beyond the poll's own wait
 
 
@@ -112,7 +112,7 @@ class NodeScheme(UniLabShmScheme):
                     return snapshot
             except errors.RayError as error:
                 cause = error
-                time.sleep(BEHIND_SECONDS)
+                time.sleep(SOON_SECONDS)
         raise WaitTimeoutError(
             f"mailbox {self._mailbox!r}: no weights within {FIRST_SECONDS:g} s (expected the "
             "learner's). Check that the learner is alive."
@@ -142,17 +142,16 @@ class NodeScheme(UniLabShmScheme):
         """Publish each posted version until the end, even if the mailbox is gone for a while."""
         transport = self._require_transport()
         errors = load_ray().exceptions
+        seconds = SOON_SECONDS
         while not self._ended.is_set():
-            applied = self.applied_versions
-            behind = any(version != transport.version for version in applied.values())
-            seconds = BEHIND_SECONDS if behind else POLL_SECONDS
             try:
-                snapshot = self._poll(transport.version, seconds, node, applied)
+                snapshot = self._poll(transport.version, seconds, node, self.applied_versions)
             except errors.RayError:  # the mailbox, or the learner's machine, is gone
                 self._ended.wait(POLL_SECONDS)
                 continue
             if snapshot is not None and not self._ended.is_set():
                 transport.publish(snapshot.layout.keys, _views(snapshot), version=snapshot.version)
+            seconds = min(2.0 * seconds, POLL_SECONDS) if snapshot is None else SOON_SECONDS
 
     def _poll(
         self, after: int, seconds: float, node: int | None, applied: dict[int, int | None]
