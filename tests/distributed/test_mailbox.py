@@ -15,6 +15,7 @@ from torchrl_unilab.errors import ConfigError
 def test_a_node_gets_the_newest_version_and_none_twice():
     async def scenario() -> None:
         mailbox = Mailbox()
+        assert await mailbox.poll(-1, 0.001, None, {}) is None
         await mailbox.post(Letter(3, []))
         await mailbox.post(Letter(5, []))
         assert await mailbox.poll(-1, DEADLINE, None, {}) == Letter(5, [])

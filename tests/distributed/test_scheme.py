@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -56,7 +58,7 @@ def node(learner) -> Iterator[APPOCollector]:
         partial(MujocoBatchEnv, "Hopper-v5", 2, num_threads=1),
         make_policy(0.0),
         frames_per_batch=8,
-        weight_sync_schemes={"policy": learner[0].node()},
+        weight_sync_schemes={"policy": pickle.loads(pickle.dumps(learner[0].node()))},  # as sent
         worker_idx=0,
     )
     yield collector
@@ -97,11 +99,19 @@ def test_workers_that_do_not_collect_are_named(learner, node):
     scheme.send()
     with pytest.raises(WaitTimeoutError, match="node 0 worker 0 at 5"):
         scheme.wait_applied(timeout=0.1)
+    assert scheme.lag == {(0, 0): 1}
 
 
-def test_a_node_that_has_not_reported_is_behind(learner):
-    with pytest.raises(WaitTimeoutError, match="node 0 has not reported"):
-        learner[0].wait_applied(timeout=0.1)
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [({}, "node 0 has not reported"), ({0: {0: None}}, "node 0 worker 0 at None")],
+)
+def test_a_node_that_has_not_reported_a_version_is_behind(learner, reports, said):
+    scheme, _ = learner
+    scheme._last_reports = reports
+    with pytest.raises(WaitTimeoutError, match=said):
+        scheme.wait_applied(timeout=0.1)
+    assert scheme.lag == ({(0, 0): None} if reports else {})
 
 
 def test_a_mailbox_that_is_lost_has_the_next_version(learner, node):
@@ -269,9 +279,10 @@ def test_weights_without_extra_state_keep_the_models(learner):
     policy = Counts(2, 2)
     scheme = UniLabRayScheme(policy)
     scheme.init_on_sender(model_id="policy", remote_collectors=[])
-    scheme.connect()
-    scheme.send(TensorDict.from_module(policy))
-    assert scheme.version == 1
+    weights = TensorDict.from_module(policy)
+    scheme.connect(weights=weights)
+    scheme.send(weights)
+    assert scheme.version == 2
     scheme.shutdown()
 
 
@@ -369,11 +380,39 @@ def test_a_scheme_without_references_leaves_no_mailbox_and_no_thread():
     scheme.connect()
     assert scheme._name in list_named_actors()
     (thread,) = (t for t in threading.enumerate() if t not in before and t.name == "mailbox")
+    again = threading.Event()
+    vars(scheme).update(_repost=again.set)
+    assert again.wait(DEADLINE)  # the thread has had a reference
     name = scheme._name
     del scheme
     thread.join(timeout=DEADLINE)
     assert not thread.is_alive()
     wait_for(lambda: name not in list_named_actors())
+
+
+def test_a_scheme_that_is_shut_down_in_its_own_thread_ends_that(learner, monkeypatch):
+    scheme, _ = learner
+    thread = scheme._thread  # which may hold the last reference
+    monkeypatch.setattr(scheme, "_repost", scheme.shutdown)
+    thread.join(DEADLINE)
+    assert not thread.is_alive()
+    assert scheme._mailbox is None
+
+
+def test_a_copy_of_a_scheme_ends_nothing(learner):
+    scheme, _ = learner
+    pickle.loads(pickle.dumps(scheme)).shutdown()
+    assert mailbox_process(scheme).is_running()
+    scheme.send()
+
+
+def test_a_node_waits_for_a_mailbox_that_is_about_to_be_opened(monkeypatch):
+    scheme = UniLabRayScheme(make_policy(1.0))
+    opened = partial(scheme.init_on_sender, model_id="policy", remote_collectors=[])
+    clock = Mock(monotonic=time.monotonic, sleep=lambda _: opened())
+    monkeypatch.setattr("torchrl_unilab.distributed.mailbox.time", clock)
+    assert find_mailbox(scheme._name, DEADLINE) is not None
+    scheme.shutdown()
 
 
 def test_versions_do_not_begin_below_zero():

@@ -110,6 +110,7 @@ def test_a_message_larger_than_the_pipe_is_sent_as_it_is_read(ends: tuple[Connec
         message = reader.take()
         taken += [] if message is None else [message]
     assert taken == [bytes(5_000_000), "after it"]
+    assert sender._outgoing == (b"", []), "what was sent is kept"
 
 
 def test_what_was_sent_before_the_end_was_closed_is_taken_first(

@@ -63,6 +63,10 @@ def use_each_verb(_: Any) -> dict[str, Any]:
         results |= {"observations": str(unseen.value), "SIGTERM": signal.getsignal(signal.SIGTERM)}
     with ranks:
         results["again"] = ranks.agree(False)
+        ranks.mean_([torch.tensor([0.0 if ranks.rank else math.nan])], [])
+        with pytest.raises(DivergedError) as first:
+            ranks.agree(False)
+        results["first"] = str(first.value)
     return results
 
 
@@ -111,6 +115,7 @@ def test_a_wish_of_any_rank_is_agreed_upon(verbs):
 
 def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_own(verbs):
     assert "of rank 1 are not finite" in verbs[0]["overflow"]
+    assert "of rank 0 are not finite" in verbs[0]["first"]
 
 
 def test_observations_that_are_not_finite_end_all_ranks_and_name_their_own(verbs):
@@ -329,6 +334,15 @@ def test_a_process_that_has_a_process_group_is_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match="has a process group already"), Ranks(0, 2):
         pass
+
+
+def test_what_ended_an_earlier_world_is_not_blamed_for_an_interrupt_of_the_next(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    ranks = Ranks(0, 2)
+    ranks._gone = PeerGoneError("rank 1 was ended")
+    with pytest.raises(ConfigError), ranks:
+        pass
+    ranks.leave(KeyboardInterrupt())
 
 
 def test_alone_each_verb_leaves_all_as_it_is(monkeypatch):
