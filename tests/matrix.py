@@ -43,7 +43,7 @@ def run(name: str, tests: list[str]) -> str:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", home], check=True)
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, *SETS[name], f"{ROOT}[test,tutorials]"], check=True)
+    subprocess.run([*install, *SETS[name], f"{ROOT}[test,tutorials,ray]"], check=True)
     code = f"import importlib.metadata as m; print(*map(m.version, {SHOWN!r}))"
     versions = subprocess.check_output([python, "-c", code], text=True).split()
     command = [python, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-q", *tests]

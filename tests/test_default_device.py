@@ -35,9 +35,8 @@ def _rows(count: int = ROWS) -> TensorDict:
 
 @pytest.fixture
 def elsewhere() -> Iterator[None]:
-    torch.set_default_device("meta")
-    yield
-    torch.set_default_device(None)
+    with torch.device("meta"):
+        yield
 
 
 @pytest.mark.usefixtures("elsewhere")

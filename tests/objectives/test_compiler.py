@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._inductor import config as inductor
-from torch._inductor.utils import fresh_cache
 
 from tests.support.off_policy import assert_equal_parameters, fused, make_loss, transitions_of
 from torchrl_unilab.errors import ConfigError
@@ -79,8 +78,9 @@ def test_without_a_compiler_an_update_is_not_compiled(algorithm, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_a_compiler_that_fails_is_named():
+def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     function = compiled(lambda x: (x * 3.25).sin())
     refused = pytest.raises(ConfigError, match=r"compile: No working C\+\+ compiler .*'false'")
-    with fresh_cache(), inductor.patch({"cpp.cxx": (None, "false")}), refused:
+    with inductor.patch({"cpp.cxx": (None, "false")}), refused:
         function(torch.ones(3))

@@ -130,10 +130,10 @@ class EpisodeLog:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.episodes = state_dict["episodes"]
-        self.last[...] = state_dict["last"]
-        self._returns[...] = state_dict["returns"]
-        self._lengths[...] = state_dict["lengths"]
-        self._may_be_cut[...] = state_dict["may_be_cut"]
+        self.last[...] = state_dict["last"].numpy()
+        self._returns[...] = state_dict["returns"].numpy()
+        self._lengths[...] = state_dict["lengths"].numpy()
+        self._may_be_cut[...] = state_dict["may_be_cut"].numpy()
 
     def add(
         self, reward: NDArray[np.floating], done: NDArray[np.bool_], terminated: NDArray[np.bool_]

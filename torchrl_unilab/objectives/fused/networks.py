@@ -181,7 +181,7 @@ class ReluNetwork:
         """Return the outputs, [k, n, out], for inputs all of them read, [n, in], and the pass."""
         x = x.to(self._matmul_dtype).contiguous().expand(self._k, *x.shape)
         inputs, normed = [], []
-        for (linear, norm), products in zip(self._layers[:-1], self._products, strict=False):
+        for (linear, norm), products in zip(self._layers[:-1], self._products[:-1], strict=True):
             inputs.append(x)
             x = products.affine(x, linear.weight, linear.bias, relu=norm is None)
             if norm is not None:
