@@ -20,7 +20,6 @@ import shlex
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -55,8 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
     if os.getcwd() not in sys.path:  # for the user's tasks; last, so that it hides no module
         sys.path.append(os.getcwd())
-    # TorchRL's collectors import classes that it has deprecated itself.
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchrl")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, _hang_up)
