@@ -40,7 +40,7 @@ def saved_config(settings: Mapping[str, Any]) -> Any:
     """Return the settings that a checkpoint has."""
     algorithm = SETTINGS[settings["algo"]]
     kept = {key: value for key, value in settings.items() if key in algorithm.kind.kinds()}
-    return algorithm.for_task(settings["env"], **{**kept, "hidden": tuple(kept["hidden"])})
+    return algorithm.for_task(settings["env"], **kept)
 
 
 def task_of(settings: Mapping[str, Any], path: Path, refusal: str) -> MujocoTask:
