@@ -224,3 +224,10 @@ def test_a_run_of_no_time_and_without_collectors_has_no_rate(capsys, monkeypatch
     cli._show(summary | {"seconds": 0.0, "busy": {"learner": 0.0, "collectors": []}})
     shown = capsys.readouterr().out.splitlines()
     assert {"frames/s: none", "busy: learner 0%, collectors none"} <= {*shown}
+
+
+def test_of_a_file_that_lacks_what_a_run_needs_the_rest_is_shown(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text("algo: appo\nenv: Hopper-v5\n")
+    assert main(["train", "appo", "--config", str(file)]) == 2
+    assert "--env Hopper-v5, --frames None (expected both)" in capsys.readouterr().err

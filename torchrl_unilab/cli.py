@@ -314,8 +314,8 @@ def _planned(options: argparse.Namespace) -> tuple[RunConfig, Any]:
     run, settings = _requested(options)
     if not {"env", "frames"} <= run.keys():
         raise ConfigError(
-            f"train: --env {options.env}, --frames {options.frames} (expected both). Pass both, "
-            "or --config to repeat a run, or --resume to continue one."
+            f"train: --env {run.get('env')}, --frames {run.get('frames')} (expected both). Pass "
+            "both, or --config to repeat a run, or --resume to continue one."
         )
     return RunConfig(**run), SETTINGS[options.algorithm].for_task(run["env"], **settings)
 
