@@ -114,3 +114,12 @@ def test_a_policy_that_returns_a_tensordict_of_its_own_is_filmed(tmp_path):
     film = film_episodes(env, linear_policy(4, inplace=False), tmp_path / "film.mp4")
     env.close()
     assert film.lengths == [3]
+
+
+def test_a_call_may_have_a_rate_of_its_own_but_not_0(tmp_path):
+    logger = Mp4Logger("run", str(tmp_path), video_fps=50)
+    video = torch.zeros(1, 2, 3, 48, 64, dtype=torch.uint8)
+    logger.log_video("a", video, fps=12.5)
+    assert read_video(tmp_path / "run" / "videos" / "a_0.mp4")[1] == Fraction(25, 2)
+    with pytest.raises(ConfigError, match=r"some frames, 0 per second \(expected"):
+        logger.log_video("a", video, fps=0)

@@ -96,7 +96,8 @@ class Mp4Logger(CSVLogger):
         path = Path(self.experiment.log_dir, "videos", f"{name}_{step}.mp4")
         path.parent.mkdir(parents=True, exist_ok=True)
         frames = video[0].permute(0, 2, 3, 1).to("cpu", torch.uint8).numpy()
-        write_video(path, frames, Fraction(fps or self.video_fps).limit_denominator(1000))
+        rate = Fraction(self.video_fps if fps is None else fps).limit_denominator(1000)
+        write_video(path, frames, rate)
 
 
 def check_video(path: StrPath, width: int, height: int) -> None:
