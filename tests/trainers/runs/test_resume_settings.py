@@ -10,6 +10,7 @@ import pytest
 from tests.support.quick import FRAMES, QUIET
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import as_yaml, read_config
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import resume_run
 from torchrl_unilab.trainers.runs import resume, train
 
@@ -58,3 +59,15 @@ def test_the_first_line_of_progress_of_a_resumed_run_counts_from_its_checkpoint(
     monkeypatch.setattr(train, "log_progress", log)
     resume_run(run_dir, frames=FRAMES + 32, eval_episodes=1)
     assert begun == [FRAMES]
+
+
+@pytest.mark.parametrize("limit", ["stop_at", "max_seconds"])
+def test_a_limit_that_a_person_has_changed_to_no_number_is_refused_unless_there_is_another(
+    run_dir, monkeypatch, limit
+):
+    say(run_dir, **{limit: "high"})
+    monkeypatch.setattr(resume, "Run", made := Mock())
+    with pytest.raises(ConfigError, match=rf"{limit}: 'high' \(expected None or a finite number"):
+        resume_run(run_dir, frames=2 * FRAMES)
+    resume_run(run_dir, frames=2 * FRAMES, **{limit: 1e9})
+    assert made.call_count == 1

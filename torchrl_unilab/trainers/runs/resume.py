@@ -98,6 +98,8 @@ def resume_run(
     summarised = summarised_frames(path) >= saved.frames
     limits = {n: file_settings[n] for n in _LIMITS if file_settings.get(n) is not None}
     left = limits.keys() - options.keys() if summarised else ()
+    for name in left:
+        RunConfig.kinds()[name].check(name, limits[name])  # a person may have changed it
     reached = sorted(name for name in left if _stop_reason(saved, **{name: limits[name]}))
     inherited |= {name: limit for name, limit in limits.items() if name not in reached}
     planned = max(saved.total_frames, file_settings.get("frames", 0))
