@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -231,3 +232,10 @@ def test_of_a_file_that_lacks_what_a_run_needs_the_rest_is_shown(tmp_path, capsy
     file.write_text("algo: appo\nenv: Hopper-v5\n")
     assert main(["train", "appo", "--config", str(file)]) == 2
     assert "--env Hopper-v5, --frames None (expected both)" in capsys.readouterr().err
+
+
+def test_in_a_directory_that_is_gone_a_command_ends_with_one_line(monkeypatch, capsys):
+    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    monkeypatch.setattr(os, "getcwd", Mock(side_effect=gone))
+    assert main(["tasks"]) == 2
+    assert capsys.readouterr().err == "error: [Errno 2] No such file or directory\n"

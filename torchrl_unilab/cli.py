@@ -52,12 +52,12 @@ _CHECKPOINTS = f"checkpoint/frames-{'[0-9]' * 12}"  # and not copies of other na
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
-    if os.getcwd() not in sys.path:  # for the user's tasks; last, so that it hides no module
-        sys.path.append(os.getcwd())
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, _hang_up)
     try:
+        if os.getcwd() not in sys.path:  # for the user's tasks; last, so that it hides no module
+            sys.path.append(os.getcwd())
         parser = _parser(_task_of(arguments))
         options, unknown = parser.parse_known_args(arguments)
         if unknown:
