@@ -227,6 +227,23 @@ def test_a_run_of_no_time_and_without_collectors_has_no_rate(capsys, monkeypatch
     assert {"frames/s: none", "busy: learner 0%, collectors none"} <= {*shown}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        ([], "COMMAND"),
+        (["train"], "ALGORITHM"),
+        (["budget", "sac"], "--env"),
+        (["play", "--video", "a.mp4"], "--run-dir"),
+        (["play", "--run-dir", "run"], "--video"),
+    ],
+)
+def test_what_a_command_cannot_do_without_is_asked_for(arguments, missing, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: the following arguments are required: {missing}. See ")
+
+
 def test_of_a_file_that_lacks_what_a_run_needs_the_rest_is_shown(tmp_path, capsys):
     file = tmp_path / "mine.yaml"
     file.write_text("algo: appo\nenv: Hopper-v5\n")

@@ -27,7 +27,7 @@ def test_what_is_written_is_read_as_the_same_settings(config, tmp_path):
 
 
 TEXTS = ["", "[1]", "a: [", "nothing", "a: !!int abc", "a: !!timestamp abc", "a: " + 5000 * "["]
-VALUES = ["env: 5", "env:", "frames: 1e-6", "frames:", "seed: x"]
+VALUES = ["env: 5", "env:", "frames: 1e-6", "frames: 1.0e+3", "frames:", "seed: x"]
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -20,8 +20,17 @@ def test_what_is_asked_for_overrides_all():
     assert OffPolicyConfig.for_task("Hopper-v5", "td3", batch_size=64).batch_size == 64
 
 
-def test_rates_stay_where_they_are_not_annealed():
-    assert OffPolicyConfig().lr_share(0.75) == 1.0
+@pytest.mark.parametrize(
+    ("anneal", "progress", "share"),
+    [
+        (0.0, 0.75, 1.0),
+        (0.5, 0.25, 1.0),
+        (0.5, 0.75, 0.5),
+        (0.5, 1.25, 0.0),  # a run may end with more frames than were asked for
+    ],
+)
+def test_rates_fall_to_0_in_the_last_share_of_the_run(anneal, progress, share):
+    assert OffPolicyConfig(anneal=anneal).lr_share(progress) == share
 
 
 @pytest.mark.parametrize(
@@ -31,10 +40,6 @@ def test_rates_stay_where_they_are_not_annealed():
 def test_actions_are_random_until_learning_starts_in_each_environment(settings, frames):
     config = OffPolicyConfig(num_envs=2, num_collectors=2, **settings)
     assert config.init_random_frames == frames
-
-
-def test_rates_do_not_fall_below_0_where_a_run_ends_with_more_frames_than_asked_for():
-    assert OffPolicyConfig(anneal=0.5).lr_share(1.25) == 0.0
 
 
 def test_sizes_count_the_environments_of_all_collectors():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 from typing import Literal
 
 import numpy as np
@@ -58,7 +59,12 @@ KINDS = [
         "some of csv, tensorboard, wandb, mlflow, trackio, with commas between",
     ),
     (bool, [True, False], [1, 0, None, "yes"], "True or False"),
-    (Device, ["cpu", "cuda", "cuda:1"], ["gpu", "cuda:", "cuda:x", "cpu\n", 0], "cpu, cuda or"),
+    (
+        Device,
+        ["cpu", "cuda", "cuda:1", "cuda:12"],
+        ["gpu", "cuda:", "cuda:x", "cpu\n", 0],
+        "cpu, cuda or",
+    ),
     (Text, ["a"], ["", None, 1, ("a",)], "a text"),
     (Widths, [(), (1,), [8, 8]], [(0,), (True,), (8.0,), "8", 8, None], "a tuple of integers of"),
 ]
@@ -145,19 +151,23 @@ def test_a_run_without_settings_of_its_algorithm_has_those_of_the_task():
     assert config == APPOConfig.for_task("Hopper-v5") != APPOConfig()
 
 
-def test_the_pool_the_threads_and_the_seed_have_an_end():
+def test_the_pool_the_threads_the_seed_and_correlations_have_an_end():
     APPOConfig(pool=8)
     RunConfig("Hopper-v5", 1, seed=2**32 - 1)
-    of_appo = [(APPOConfig, {"pool": 9}), (APPOConfig, {"physics_threads": 1025})]
+    of_appo = [
+        (APPOConfig, {name: value})
+        for name, value in (("pool", 9), ("physics_threads", 1025), ("noise_correlation", 0.9995))
+    ]
     of_others = [(OffPolicyConfig, {"learner_threads": 1025}), (RunConfig, {"seed": 2**32})]
     for config, settings in (*of_appo, *of_others):
         with pytest.raises(ConfigError, match=r"within \["):
             _build(config, **settings)
 
 
-def test_of_a_long_refused_value_the_beginning_is_shown():
-    with pytest.raises(ConfigError, match=rf"epochs: '{'x' * 99}\.\.\. \(expected an integer"):
-        Kind(Count).check("epochs", "x" * 1000)
+@pytest.mark.parametrize(("letters", "shown"), [(98, f"'{98 * 'x'}'"), (99, f"'{99 * 'x'}...")])
+def test_of_a_refused_value_100_characters_are_shown(letters, shown):
+    with pytest.raises(ConfigError, match=rf"epochs: {re.escape(shown)} \(expected an integer"):
+        Kind(Count).check("epochs", letters * "x")
 
 
 def test_a_refused_setting_names_its_default():
@@ -199,10 +209,11 @@ def test_lockstep_needs_a_slot_for_each_collector():
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "learning_starts", "rows"), [(256, 256, 256), (1, -5, 1), (256, 0, 256)]
+    ("envs", "batch_size", "learning_starts", "rows"),
+    [(1, 256, 256, 256), (1, 1, -5, 1), (1, 256, 0, 256), (3, 256, 0, 86)],
 )
-def test_the_replay_holds_what_the_first_update_needs(batch_size, learning_starts, rows):
-    sizes = {"num_envs": 1, "batch_size": batch_size, "learning_starts": learning_starts}
+def test_the_replay_holds_what_the_first_update_needs(envs, batch_size, learning_starts, rows):
+    sizes = {"num_envs": envs, "batch_size": batch_size, "learning_starts": learning_starts}
     OffPolicyConfig(replay_buffer_n=rows, **sizes)
     if rows > 1:
         with pytest.raises(ConfigError, match=rf"replay_buffer_n: .* \(expected at least {rows},"):
@@ -242,9 +253,11 @@ def parsers() -> dict[tuple[str, str], argparse.ArgumentParser]:
 def test_each_setting_is_a_flag_whose_help_says_meaning_and_default(parsers, algorithm):
     kinds = (APPOConfig if algorithm == "appo" else OffPolicyConfig, RunConfig)
     shown = " ".join(parsers["train", algorithm].format_help().split()).replace("- ", "-")
+    assert "MISSING" not in shown  # the default of a setting that has none
     for field in (field for kind in kinds for field in dataclasses.fields(kind)):
-        if field.name in ("algorithm", "progress_bar"):
-            continue  # the command itself, and --progress
+        if field.name in ("algorithm", "progress_bar"):  # the command itself, and --progress
+            assert f"--{field.name.replace('_', '-')}" not in shown
+            continue
         if field.metadata["of"] not in (None, algorithm):
             assert f" --{field.name.replace('_', '-')} " not in shown
             continue
@@ -270,6 +283,7 @@ def test_given_flags_are_parsed_by_the_type_of_the_setting(parsers):
     given = "--hidden 8 4 --lr 1e-4 --lambda 0.5 --no-fused --overflow overwrite --env x --frames 9"
     options = parsers["train", "appo"].parse_args([*given.split(), "--run-dir", "runs"])
     assert (options.hidden, options.lr, options.lambda_) == ([8, 4], 1e-4, 0.5)
+    assert given_of(options, APPOConfig)["hidden"] == (8, 4)
     assert (options.fused, options.overflow, options.frames) == (False, "overwrite", 9)
 
 

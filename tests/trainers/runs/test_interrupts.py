@@ -51,7 +51,8 @@ def test_ctrl_c_ends_with_a_checkpoint_a_trace_and_exit_code_130(tmp_path, monke
     ) == 3
     printed = capsys.readouterr()
     assert "interrupted: saving what was learnt" in printed.out
-    assert "wrote" in printed.out
+    left = "summary.json, checkpoint, logs, trace.json"
+    assert f"wrote {tmp_path / 'run'}: {left}\n" in printed.out
     again = (
         rf"^interrupted after [\d,]+ frames; to go on: .* --run-dir {tmp_path / 'run'} --resume$"
     )
@@ -102,3 +103,20 @@ def test_the_end_of_a_terminal_leaves_a_checkpoint_of_what_was_learnt(tmp_path):
     assert run.returncode == 130
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"] is True
     assert evaluate_run(tmp_path / "run", episodes=1)["episodes"] == 1
+
+
+@pytest.mark.usefixtures("hangs_up")
+def test_a_terminal_that_ends_interrupts_once_though_the_shell_says_it_again():
+    code = (
+        "import os, signal, sys\n"
+        "from torchrl_unilab import cli\n"
+        "def saving(_):\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    except KeyboardInterrupt:\n"
+        "        os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    return 7\n"
+        "cli._tasks = saving\n"
+        "sys.exit(cli.main(['tasks']))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 7

@@ -28,6 +28,7 @@ from torchrl_unilab.trainers import (
     train_appo,
     train_off_policy,
 )
+from torchrl_unilab.trainers.runs import loggers
 from torchrl_unilab.trainers.runs.directory import run_dir_held
 from torchrl_unilab.trainers.runs.train import Run
 
@@ -147,6 +148,13 @@ def test_videos_that_cannot_be_made_are_refused_before_anything_starts(tmp_path)
     assert not (tmp_path / "run").exists()
 
 
+def test_loggers_that_are_not_installed_are_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(loggers, "_is_installed", lambda name: name != "wandb")
+    with pytest.raises(ConfigError, match="logger: no package wandb"):
+        quick_run(tmp_path / "run", logger="csv,wandb")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_batch_that_num_envs_does_not_fill_is_refused_by_its_name(tmp_path):
     config = OffPolicyConfig(num_envs=3)
     with pytest.raises(ConfigError, match=r"num_envs: 3, where create_env makes 4 .*num_envs to 4"):
@@ -208,6 +216,8 @@ def test_bad_input_is_one_error_line_exit_code_2_and_nothing_written(arguments, 
             "unknown argument --numenvs. Did you mean --num-envs?",
         ),
         (["train", "appo", "--epoch", "3"], "unknown argument --epoch. Did you mean --epochs?"),
+        (["train", "appo", "--zz", "3"], "unknown argument --zz. See torchrl-unilab train appo"),
+        (["train", "appo", "--hidden"], "--hidden: expected at least one argument. See"),
         (["train", "sac", "--lr", "3"], "--lr. Did you mean --lr-actor or --lr-critic"),
         (["train", "sac", "--frames", "1.5"], "--frames: invalid int value: '1.5'"),
         (["budget", "sac", "--env", "x", "--num-envs", "few"], "--num-envs: invalid int value"),
