@@ -86,6 +86,7 @@ def test_a_recipe_composes_and_trains(recipe, overrides, kind):
     assert type(trainer) is kind
     assert trainer.collected_frames == (256 if recipe == "appo" else 64)
     assert trainer.config.algorithm == recipe
+    assert trainer.logger.exp_name == "InvertedPendulum-v5"
     assert trainer._optim_count > 0
     assert list(Path("csv_logs").rglob("fps.csv")) != []
 
@@ -141,7 +142,8 @@ def test_models_differ_as_the_environment_s_node_says():
 
 
 def test_a_collector_s_node_overrides_the_settings():
-    trainer = _trainer("sac", [*OFF_POLICY, *INLINE, "collector.capacity=128"])
+    same = "collector.total_frames=64"  # as the trainer has
+    trainer = _trainer("sac", [*OFF_POLICY, *INLINE, "collector.capacity=128", same])
     trainer.collector.shutdown()
     trainer.close()
     assert trainer.storage.max_size == 128
@@ -202,7 +204,7 @@ def test_a_configuration_that_is_not_there_is_refused_without_a_traceback(monkey
 def test_without_a_recipe_their_names_are_said(arguments, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["hydra", *arguments])
-    with pytest.raises(SystemExit, match="--config-name of appo, sac, stock_ppo, stock_sac, td3"):
+    with pytest.raises(SystemExit, match="of appo, sac, stock_ppo, stock_sac, td3, or one"):
         main()
 
 

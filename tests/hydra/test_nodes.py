@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import subprocess
 import sys
 
 import pytest
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.utils import get_class
 from torchrl.trainers.algorithms.configs.trainers import OnPolicyTrainerConfig, SACTrainerConfig
 
@@ -13,7 +15,7 @@ from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.arguments import WorkerSettings
 from torchrl_unilab.configs import SETTINGS
 from torchrl_unilab.data.stock import STORAGE_ARGUMENTS
-from torchrl_unilab.hydra.nodes import NODES
+from torchrl_unilab.hydra.nodes import NODES, TrainerNode
 
 OF_HYDRA = {"_target_", "_partial_", "_convert_"}
 COLLECTORS = {"appo": APPOCollector, "replay": ReplayCollector}
@@ -70,6 +72,24 @@ def test_a_trainer_s_node_has_each_field_that_stock_yaml_may_set(name, stock):
     assert ours - _fields(SACTrainerConfig).keys() - _fields(OnPolicyTrainerConfig).keys() == {
         "config"
     }
+
+
+def test_a_trainer_s_node_has_the_defaults_of_the_stock_one():
+    stock = {name: field.default for name, field in _fields(SACTrainerConfig).items()}
+    ours = {field.name: field.default for field in dataclasses.fields(TrainerNode)}
+    own = {"config", "total_frames", "collector", "logger", "save_trainer_file", "seed"}
+    assert own < ours.keys()
+    assert {name: ours[name] for name in ours.keys() - own} == {
+        name: stock[name] for name in ours.keys() - own
+    }
+
+
+def test_configurations_of_the_user_come_before_our_recipes():
+    name = "torchrl_unilab.hydra.plugins.hydra_plugins.torchrl_unilab"
+    path = ConfigSearchPathImpl()
+    path.append("user", "pkg://mine")
+    importlib.import_module(name).RecipesPlugin().manipulate_search_path(path)
+    assert [entry.provider for entry in path.get_path()] == ["user", "torchrl-unilab"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -150,10 +150,13 @@ def test_an_interrupt_ends_the_collector_of_another_trainer_which_saves_nothing(
     assert not trainer.save_trainer.called
 
 
-def test_an_error_of_a_part_that_is_none_of_ours_shows_where_it_was_raised(monkeypatch, tmp_path):
-    error = InstantiationException("in a part")
+@pytest.mark.parametrize("kind", [InstantiationException, ValueError])
+def test_an_error_of_a_part_that_is_none_of_ours_shows_where_it_was_raised(
+    kind, monkeypatch, tmp_path
+):
+    error = kind("in a part")
     error.__cause__ = ZeroDivisionError("its own")
-    with pytest.raises(InstantiationException, match="in a part"):
+    with pytest.raises(kind, match="in a part"):
         _run(monkeypatch, tmp_path, side_effect=error)
 
 
@@ -165,3 +168,15 @@ def test_an_error_of_ours_in_training_is_one_line_and_what_the_trainer_has_is_cl
         _run(monkeypatch, tmp_path, return_value=trainer)
     trainer.close.assert_called_once_with()
     trainer.collector.shutdown.assert_called_once_with()
+
+
+def test_a_trainer_ends_with_its_frames_in_the_log_of_the_directory_that_it_trained_in(
+    monkeypatch, tmp_path
+):
+    entered: list[Path] = []
+    trainer = Mock(collected_frames=12, train=lambda: entered.append(Path.cwd()))
+    _run(monkeypatch, tmp_path, return_value=trainer)
+    (directory,) = entered
+    assert tmp_path in directory.parents
+    (log,) = directory.glob("*.log")
+    assert "12 frames collected" in log.read_text()
