@@ -4,14 +4,17 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
 
+import psutil
 import pytest
 import torch
 from tensordict import TensorDictBase
-from torchrl.envs import RewardScaling, TransformedEnv
+from torchrl.envs import EnvBase, RewardScaling, TransformedEnv
 from torchrl.envs.transforms import Transform
+from torchrl.envs.utils import ExplorationType, exploration_type
 
 from tests.support.collecting import linear_policy, transformed_env
 from tests.support.processes import DEADLINE, wait_for
@@ -20,6 +23,7 @@ from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, PeerGoneError, WorkerError
 from torchrl_unilab.modules import make_actor
 from torchrl_unilab.trainers import BackgroundEvaluation, evaluate
+from torchrl_unilab.trainers import evaluation as module
 from torchrl_unilab.trainers.evaluation import Evaluation, Videos
 from torchrl_unilab.weight_update import UniLabShmTransport
 
@@ -220,6 +224,39 @@ def test_an_evaluation_is_filmed_each_so_many_frames(policy, transport, tmp_path
     assert names == ["frames-000000000200.mp4", "frames-000000000400.mp4"]
     frames, _ = read_video(videos.directory / names[0])
     assert len(frames) == 4  # three steps, and the first state
+
+
+def test_its_process_gives_way_to_learner_and_collectors(shared):
+    (pid,) = shared.pids
+    assert psutil.Process(pid).nice() == min(19, psutil.Process().nice() + 10)
+
+
+@pytest.mark.parametrize(("ended", "again"), [(False, "v/frames-000000000230.mp4"), (True, None)])
+def test_a_restored_evaluation_films_again_what_had_not_ended(
+    evaluation, monkeypatch, ended, again
+):
+    background, _ = evaluation
+    monkeypatch.setattr(background, "_videos", Videos(make_env, Path("v"), interval=200))
+    monkeypatch.setattr(background, "_filmed", 0)
+    monkeypatch.setattr(background, "_running", not ended)
+    background._interval_start = 210
+    assert background._video(210) is not None
+    state = background.state_dict()
+    background._filmed = 0
+    background.load_state_dict(state)
+    assert background._video(230) == (again and Path(again))
+
+
+def test_it_is_filmed_without_exploration_and_as_its_seed_says(monkeypatch, tmp_path):
+    filmed, env, path = [], Mock(EnvBase, is_closed=True), tmp_path / "videos" / "film.mp4"
+
+    def film(env: EnvBase, policy: object, path: Path) -> None:
+        filmed.append((exploration_type(), torch.initial_seed(), path))
+
+    monkeypatch.setattr(module, "film_episodes", film)
+    module._film(lambda: env, linear_policy(inplace=True), path, 5)
+    assert filmed == [(ExplorationType.DETERMINISTIC, 5, path)]
+    env.set_seed.assert_called_once_with(5)
 
 
 def test_an_episode_that_nothing_ends_is_cut():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import psutil
 import pytest
@@ -50,6 +50,7 @@ def test_the_hook_that_is_replaced_names_where_the_trainer_keeps_each_model():
 
     collector.update_policy_weights_.assert_called_once_with(weights_dict={"policy": "the actor"})
     assert trainer._post_steps_ops == [(other, {})]
+    trainer.register_module.assert_called_once_with("publish_weights", hook)
 
 
 def test_publishing_never_is_refused():
@@ -63,7 +64,9 @@ def test_the_time_of_a_collector_and_of_its_replacement_is_summed(monkeypatch):
     def process(pid: int) -> SimpleNamespace:
         if pid not in seconds:
             raise psutil.NoSuchProcess(pid)
-        return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=seconds[pid], system=0.0))
+        return SimpleNamespace(
+            cpu_times=lambda: SimpleNamespace(user=seconds[pid] / 2, system=seconds[pid] / 2)
+        )
 
     monkeypatch.setattr(psutil, "Process", process)
     monkeypatch.setattr(hooks, "time", SimpleNamespace(perf_counter=iter([0.0, 2.0, 4.0]).__next__))
@@ -79,6 +82,18 @@ def test_the_time_of_a_collector_and_of_its_replacement_is_summed(monkeypatch):
     times.sample()
 
     assert times.busy == [(8.0 - 5.0 + 7.0) / 4.0]
+
+
+def test_times_are_taken_at_the_start_of_training_and_at_both_ends_of_a_batch():
+    trainer, busy, times = Mock(), BusyTime(), CollectorTime(Mock(pids=[1]))
+    busy.register(trainer)
+    times.register(trainer)
+    assert trainer.register_op.call_args_list == [
+        call("pre_steps_log", busy.arrived),
+        call("post_steps_log", busy.finished),
+        call("setup", times.start),
+        call("post_steps", times.sample),
+    ]
 
 
 def test_this_process_is_busy():

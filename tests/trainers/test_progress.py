@@ -28,14 +28,25 @@ def test_what_a_script_puts_in_place_of_standard_error_is_no_terminal(stream, mo
     assert not can_draw()
 
 
-def test_a_line_is_logged_every_so_many_seconds():
+@pytest.mark.parametrize(("shell", "drawn"), [(object(), True), (None, False)])
+def test_a_bar_is_drawn_in_a_notebook_and_not_where_ipython_is_only_imported(
+    shell, drawn, monkeypatch
+):
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert can_draw() is drawn
+
+
+def test_a_line_is_logged_every_ten_seconds():
     trainer, told = _trainer(), []
-    log_progress(trainer, told.append, every=10.0)
+    log_progress(trainer, told.append)
     for seconds, frames, mean in [
         (5, 500, math.nan),
         (11, 1000, math.nan),
         (15, 1500, 2.5),
         (21, 2000, 2.5),  # faster than in the first eleven seconds
+        (31, 2000, 2.5),
+        (41, 4100, 2.5),  # the last rollout may bring more frames than asked for
     ]:
         trainer.returns = SimpleNamespace(seconds=float(seconds), mean=mean)
         trainer.collected_frames = frames
@@ -43,6 +54,8 @@ def test_a_line_is_logged_every_so_many_seconds():
     assert told == [
         "1,000 of 4,000 frames, 91 frames/s, no episode has ended, 33 s left",
         "2,000 of 4,000 frames, 100 frames/s, return 2.5, 20 s left",
+        "2,000 of 4,000 frames, 0 frames/s, return 2.5, inf s left",
+        "4,100 of 4,000 frames, 210 frames/s, return 2.5, 0 s left",
     ]
 
 

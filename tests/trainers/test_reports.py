@@ -81,13 +81,16 @@ def test_a_curve_begins_with_the_first_return_and_goes_with_the_trainers_frames(
     assert curve.curve[-1][0] == curve.seconds > curve.curve[0][0]
 
 
-def test_return_and_rate_are_for_the_progress_bar_and_the_rest_is_logged_alone():
+def test_return_rate_and_lag_are_for_the_progress_bar_and_the_rest_is_logged_alone():
     curve, trainer = EpisodeReturns(), Mock(collected_frames=1)
     curve.register(trainer)
     shown = curve.log(_batch([[0]], [[3.0]], [[True]]))
     assert (shown["return"], shown["log_pbar"]) == (3.0, True)
     assert shown.keys() == {"return", "fps", "log_pbar"}
     trainer._log.assert_called_once_with(episode_length=1.0)
+    lag = LogPolicyLag(Mock(version=7, applied_versions={0: 5}))
+    lag.register(trainer)
+    assert lag.log(None) == {"policy_lag": 2.0, "log_pbar": True}
 
 
 class _Reporting:
@@ -153,8 +156,10 @@ def test_there_is_no_lag_before_a_worker_has_weights():
 def test_the_lag_is_that_of_the_samples_where_they_carry_their_version():
     scheme = _Versions()
     scheme.version = 7
-    batch = TensorDict({"next": {"policy_version": torch.tensor([[4], [6]])}}, batch_size=[2])
-    assert LogPolicyLag(scheme)(batch)["policy_lag"] == 2.0
+    versions = torch.tensor([[4], [5], [6], [6]])
+    lag = LogPolicyLag(scheme)
+    assert lag(TensorDict({"next": {"policy_version": versions}}, [4]))["policy_lag"] == 1.75
+    assert lag.histogram == {2: 1}
 
 
 def _logged(lags: Sequence[int]) -> list[dict[str, float]]:
@@ -171,16 +176,16 @@ def _logged(lags: Sequence[int]) -> list[dict[str, float]]:
 
 
 def test_shares_count_how_far_behind_the_batches_were():
-    *_, logged = _logged([0, 1, 1, 2, 3, 7, 8, 16, 10**6, 0])
+    *_, logged = _logged([1, 2, 3, 4, 7, 8, 15, 16, 10**6, 0])
     assert logged == {
         "policy_lag": 0.0,
         "policy_version": 0,
         "policy_lag_max": 10**6,
-        "policy_lag_0": 0.2,
-        "policy_lag_1": 0.2,
+        "policy_lag_0": 0.1,
+        "policy_lag_1": 0.1,
         "policy_lag_2_3": 0.2,
-        "policy_lag_4_7": 0.1,
-        "policy_lag_8_15": 0.1,
+        "policy_lag_4_7": 0.2,
+        "policy_lag_8_15": 0.2,
         "policy_lag_16_up": 0.2,
     }
 
@@ -210,6 +215,8 @@ def test_a_restored_curve_continues_with_its_points_its_clock_and_open_episodes(
     assert restored(more)["episode_length"] == hook(more)["episode_length"]
     assert restored.seconds > restored.curve[0][0]
     assert len(restored.curve) == 3
+    assert isinstance(restored.curve[0][1], int)
+    assert (restored.finished, restored.lengths) == (hook.finished, hook.lengths)
 
 
 def test_a_restored_lag_counts_on():
