@@ -113,7 +113,7 @@ def test_batch_slots_have_the_computed_bytes(name):
     batch = collector.storage.empty_batch(count)
     collector.shutdown()
     nbytes = batch.get("index").untyped_storage().nbytes()
-    assert items["batch slots"].nbytes == 2 * nbytes
+    assert items["batch slots"].nbytes == items["learner's working copies"].nbytes == 2 * nbytes
 
 
 def _on_a_device(config):
@@ -187,6 +187,7 @@ def test_a_pool_of_rollouts_takes_as_many_times_one():
     items = plan_run("Hopper-v5", APPOConfig(pool=3)).memory.items
     taken = {item.name: item.nbytes for item in items}
     assert taken["rollout pool"] == 3 * taken["rollout copy"] > 0
+    assert taken["learner's working copies"] == 2 * taken["rollout pool"]
 
 
 def test_planning_a_run_leaves_the_callers_generator_as_it_was():
@@ -195,8 +196,12 @@ def test_planning_a_run_leaves_the_callers_generator_as_it_was():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_learner_has_the_threads_that_were_asked_for():
-    assert run_threads(OffPolicyConfig(learner_threads=3)).learner_threads == 3
+@pytest.mark.parametrize(("asked", "cores", "threads"), [(3, 1, 3), (None, 8, 2), (None, 1, 1)])
+def test_a_learner_has_the_threads_that_were_asked_for_else_two_where_there_are_as_many(
+    asked, cores, threads, monkeypatch
+):
+    monkeypatch.setattr(budget_module, "available_cores", lambda: cores)
+    assert run_threads(OffPolicyConfig(learner_threads=asked)).learner_threads == threads
 
 
 # Limits
@@ -210,11 +215,16 @@ def test_ranks_of_a_machine_share_its_memory_and_its_mount(monkeypatch):
     assert [limit.nbytes for limit in memory_limits(torch.device("cpu"))] == [200, 300]
 
 
+def test_a_learner_on_a_device_has_what_is_free_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))
+    device = torch.device("cuda", 1)
+    assert memory_limits(device)[-1] == MemoryLimit("cuda:1", 5, ("device",))
+
+
 def test_each_rank_needs_the_frames_of_a_first_update():
-    config = APPOConfig()
-    check_frames(2 * config.min_frames, config, ranks=2)
-    with pytest.raises(ConfigError, match=rf"expected at least {2 * config.min_frames}, which"):
-        check_frames(2 * config.min_frames - 1, config, ranks=2)
+    check_frames(2, APPOConfig(), ranks=2)
+    with pytest.raises(ConfigError, match=r"expected at least 2, which"):
+        check_frames(1, APPOConfig(), ranks=2)
 
 
 def _limited(budget, *limits):

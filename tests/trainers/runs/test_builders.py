@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from torchrl_unilab.trainers import (
     train_appo,
     train_off_policy,
 )
+from torchrl_unilab.trainers.runs import builders
 from torchrl_unilab.trainers.runs.builders import build_learner
 
 CONFIGS = [
@@ -199,3 +201,54 @@ def test_what_is_wrong_with_a_batch_of_torchrls_environments_is_said(tmp_path: P
     config = APPOConfig(hidden=(8,), num_envs=2, num_steps=16, minibatches=1, observation="eyes")
     with pytest.raises(ConfigError, match=r"observation: 'eyes' \(expected a vector"):
         train_appo("p", frames=64, run_dir=tmp_path / "r", create_env=_pendulums, config=config)
+
+
+def test_appos_networks_and_loss_are_made_as_the_settings_say(monkeypatch):
+    monkeypatch.setattr(builders, "make_actor", actor := Mock())
+    monkeypatch.setattr(builders, "APPOLoss", loss := Mock())
+    of_actor = {"log_std": -2.0, "noise_correlation": 0.5, "hidden": (8,)}
+    of_loss = {"clip_epsilon": 0.1, "value_clip": 0.3, "entropy_coeff": 0.01, "critic_coeff": 0.5}
+    of_loss |= {"gamma": 0.9, "lambda_": 0.8, "rho_bar": 2.0, "c_bar": 3.0, "tau": 0.7}
+    of_loss |= {"target_update_freq": 5}
+    config = APPOConfig(**of_actor, **of_loss)
+    builders.build_appo(_acting(Bounded(-1.0, 1.0, shape=(3,))), config)
+    assert of_actor.items() <= actor.call_args.kwargs.items()
+    assert loss.call_args.kwargs == of_loss
+
+
+@pytest.mark.parametrize("algorithm", ["sac", "td3"])
+def test_the_value_targets_of_sac_and_td3_are_discounted_as_the_settings_say(algorithm):
+    config = OffPolicyConfig(algorithm, gamma=0.9, hidden=(8,))
+    loss = build_learner(_acting(Bounded(-1.0, 1.0, shape=(3,))), config).loss
+    assert loss.value_estimator.gamma == pytest.approx(0.9)
+
+
+BOTH = {"num_envs": 2, "num_collectors": 3, "restart_workers": 5, "collector_device": "cuda:1"}
+OF_BOTH = {"num_collectors": 3, "restart_workers": 5, "policy_device": "cuda:1", "seed": 7}
+OF_BOTH |= {"lockstep": False, "weight_sync_schemes": {"policy": "scheme"}}
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "config", "arguments"),
+    [
+        (
+            builders.ring_collector,
+            "APPOCollector",
+            APPOConfig(**BOTH, num_steps=8, slots=6, overflow="overwrite", max_policy_lag=4),
+            {"frames_per_batch": 16, "slots": 6, "overflow": "overwrite", "max_policy_lag": 4},
+        ),
+        (
+            builders.replay_collector,
+            "ReplayCollector",
+            OffPolicyConfig(**BOTH, env_steps_per_sync=2, learning_starts=5, n_step=3, gamma=0.9),
+            {"frames_per_batch": 12, "capacity": 375_000, "init_random_frames": 30, "explore": None}
+            | {"replay": {"n_step": 3, "gamma": 0.9}},
+        ),
+    ],
+    ids=["appo", "sac"],
+)
+def test_a_collector_is_made_as_the_settings_say(make, kind, config, arguments, monkeypatch):
+    monkeypatch.setattr(builders, kind, made := Mock())
+    make("create_env", "actor", "scheme", config, 7, inline=True)
+    expected = {**OF_BOTH, **arguments, "inline": True}
+    assert made.call_args == call("create_env", "actor", **expected)

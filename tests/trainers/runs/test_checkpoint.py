@@ -121,8 +121,10 @@ def test_a_checkpoint_of_as_many_frames_stays_as_it_is(tmp_path):
     assert tree(tmp_path) == before
 
 
-def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path):
-    with pytest.raises(OSError, match=r"No space left .* Make room and train again\."):
+def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: Mock(free=7))
+    said = r"No space left .*; 7 bytes are free\)\. Make room and train again\."
+    with pytest.raises(OSError, match=said):
         save(tmp_path, 100, broken=Broken(0.0))
     assert names(tmp_path) == []
     save(tmp_path, 100)
@@ -326,3 +328,4 @@ def test_the_progress_bar_of_a_resumed_run_begins_at_its_frames_which_its_rate_l
         begin()
         shown = trainer._pbar.format_dict
     assert (when, shown["n"], shown["initial"]) == ("setup", 100, 100)
+    assert trainer._pbar.last_print_n == 100

@@ -27,8 +27,10 @@ def test_play_films_the_episodes_that_eval_would_have(run_dir, tmp_path, capsys)
     path = tmp_path / "out.mp4"
     arguments = ["--run-dir", str(run_dir), "--video", str(path), "--seed", "3", *SIZE]
     assert main(["play", *arguments, "--episodes", "8"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    (line,) = out.splitlines()
     result = json.loads(line)
+    assert f"filming: {sum(result['lengths'])}step" in err
     # 25 steps a second are all filmed, and each episode's first state
     assert result["fps"] == 25.0
     assert result["frames"] == sum(result["lengths"]) + 8
@@ -110,6 +112,7 @@ def test_max_steps_ends_an_episode(run_dir, tmp_path):
         (["--max-steps", "0"], "max_episode_steps: 0"),
         (["--run-dir", "nowhere"], "cannot play nowhere: no config.yaml"),
         (["--video", "out.avi"], "not a file name that ends in .mp4"),
+        (["--run-dir", "nowhere", "--video", "out.avi"], "not a file name"),  # looked at first
     ],
 )
 def test_bad_input_is_one_error_line_exit_code_2_and_no_file(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.support.quick import four_pendulums, pendulum
 from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.trainers import load_policy
-from torchrl_unilab.trainers.runs.policy import task_of
+from torchrl_unilab.trainers.runs.policy import check_run, task_of
 
 
 @pytest.mark.parametrize(("make", "fits"), [(four_pendulums, True), (pendulum, False)])
@@ -40,3 +42,19 @@ def test_no_package_in_a_run_directory_is_imported_for_its_task(
     monkeypatch.syspath_prepend(link if linked else run_dir)
     with pytest.raises(ConfigError, match=r"cannot play: its task '.*' is code in the run dir"):
         task_of({"env": "evil_of_a_test.task:Task"}, run_dir, "cannot play")
+
+
+def test_a_task_that_is_gone_is_an_error_of_its_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"^cannot play: .*Gone-v5.* give it here, too\.$"):
+        task_of({"env": "Gone-v5"}, tmp_path, "cannot play")
+
+
+MACHINE = ["device", "collector_device", "physics_threads", "learner_threads"]
+
+
+@pytest.mark.parametrize("name", MACHINE)
+def test_a_run_is_the_same_on_another_machine(name, tmp_path):
+    saved = SimpleNamespace(run={name: 1, "gamma": 0.9}, path=tmp_path)
+    check_run(saved, {name: 2, "gamma": 0.9}, "cannot resume", {name: 3})
+    with pytest.raises(ConfigError, match=r"is of a run with \{'gamma': 0.9\} \(expected"):
+        check_run(saved, {name: 2, "gamma": 0.5}, "cannot resume")

@@ -227,6 +227,7 @@ def test_limits_that_a_run_has_not_reached_stay(tmp_path):
     lines: list[str] = []
     resume_run(tmp_path / "run", frames=2 * FRAMES, announce=lines.append, **QUIET)
     assert not [line for line in lines if "not taken over" in line]
+    assert lines[0].startswith(f"resuming at {FRAMES} of {2 * FRAMES} frames, from ")
     after = read_config(tmp_path / "run" / "config.yaml")
     assert {name: after[name] for name in limits} == limits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,6 +14,7 @@ from torchrl_unilab.configs.file import as_yaml, read_config
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import resume_run
 from torchrl_unilab.trainers.runs import resume, train
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 
 
 def say(run_dir: Path, **settings: object) -> None:
@@ -59,6 +61,22 @@ def test_the_first_line_of_progress_of_a_resumed_run_counts_from_its_checkpoint(
     monkeypatch.setattr(train, "log_progress", log)
     resume_run(run_dir, frames=FRAMES + 32, eval_episodes=1)
     assert begun == [FRAMES]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "here", "way"),
+    [(1, 2, "without torchrun"), (2, 1, "by torchrun, in 2 processes in all")],
+)
+def test_a_run_of_another_number_of_ranks_is_refused_with_the_way_to_start_as_many(
+    run_dir, monkeypatch, ranks, here, way
+):
+    saved = RunCheckpoints(run_dir / "checkpoint").newest()
+    saved = dataclasses.replace(saved, run={**saved.run, "ranks": ranks})
+    monkeypatch.setattr(RunCheckpoints, "newest", lambda _: saved)
+    monkeypatch.setattr(resume.Ranks, "of_torchrun", lambda: Mock(size=here))
+    refused = rf"{here} ranks for a run of {ranks} \(expected as many\)\. Start it {way}\."
+    with pytest.raises(ConfigError, match=refused):
+        resume_run(run_dir, frames=2 * FRAMES)
 
 
 @pytest.mark.parametrize("limit", ["stop_at", "max_seconds"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -12,6 +13,7 @@ from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.errors import PeerGoneError
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer
+from torchrl_unilab.trainers.evaluation import Videos
 from torchrl_unilab.trainers.runs import train as module
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.train import Run
@@ -74,11 +76,13 @@ def test_a_run_that_starts_again_without_a_checkpoint_has_no_logs_of_before(tmp_
 
 def test_evaluations_beside_the_training_are_as_long_and_seeded_as_was_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BackgroundEvaluation", made := Mock())
-    asked = {"eval_interval": 9, "eval_episodes": 3, "eval_max_steps": 7}
+    asked = {"eval_interval": 9, "eval_episodes": 3, "eval_max_steps": 7, "video_interval": 18}
+    monkeypatch.setattr(module, "check_filming", Mock())
     run = Run(RunConfig("Hopper-v5", 1 << 20, seed=5, **asked), APPOConfig(), tmp_path / "run")
     run.learner = Mock()
     run._start_evaluation(9, Mock())
-    expected = {"interval": 9, "episodes": 3, "max_steps": 7, "seed": 5}
+    videos = Videos(run._create_proxy, tmp_path / "run" / "videos", 18)
+    expected = {"interval": 9, "episodes": 3, "max_steps": 7, "seed": 5, "videos": videos}
     assert expected.items() <= made.call_args.kwargs.items()
 
 
@@ -134,3 +138,37 @@ def test_the_first_run_alone_logs_its_settings(tmp_path, monkeypatch, resumed):
     with run._holding:
         logger = run._start_writing()
     assert logger.log_hparams.called is not resumed
+
+
+@pytest.mark.parametrize("stagger", [True, False])
+def test_a_collectors_environments_are_made_as_the_settings_say(tmp_path, stagger):
+    config = APPOConfig(num_envs=3, physics_threads=2, stagger=stagger)
+    run = Run(RunConfig("Hopper-v5", 1 << 20), config, tmp_path / "run")
+    expected = {"num_envs": 3, "num_threads": 2, "stagger": stagger}
+    assert run._create_env.keywords == expected
+
+
+def test_a_trainer_is_made_as_the_plan_says(tmp_path):
+    plan = RunConfig("Hopper-v5", 10_000, checkpoint_interval=700, progress_bar=False)
+    run = Run(plan, APPOConfig(), tmp_path / "run")
+    run.learner, made = Mock(), Mock()
+    run.algorithm = dataclasses.replace(run.algorithm, trainer=made)
+    run._make_trainer(Mock(frames_per_batch=8), Mock())
+    # TorchRL saves and logs after more than the interval.
+    expected = {"total_frames": 10_000, "save_trainer_interval": 699, "log_interval": 80}
+    expected |= {"seed": run._acting_seed, "progress_bar": False}
+    assert expected.items() <= made.call_args.kwargs.items()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saving_after_an_error_outlives_the_interrupt_of_a_launcher_of_several_ranks(
+    tmp_path, monkeypatch, ranks
+):
+    monkeypatch.setattr(module, "save_learner", save := Mock())
+    run = Run(RunConfig("Hopper-v5", 1 << 20), APPOConfig(), tmp_path / "run")
+    monkeypatch.setattr(run, "_start_writing", Mock())
+    run.ranks, run.trainer = Mock(size=ranks), Mock(collected_frames=0)
+    run.trainer.train.side_effect = OSError("lost")
+    with pytest.raises(OSError, match="lost"):
+        run.train()
+    save.assert_called_once_with(run.trainer, insist=ranks > 1)
