@@ -106,7 +106,7 @@ def test_the_end_of_a_terminal_leaves_a_checkpoint_of_what_was_learnt(tmp_path):
 
 
 @pytest.mark.usefixtures("hangs_up")
-def test_a_terminal_that_ends_interrupts_once_though_the_shell_says_it_again():
+def test_a_terminal_that_ends_interrupts_once_and_what_is_said_later_is_no_error():
     code = (
         "import os, signal, sys\n"
         "from torchrl_unilab import cli\n"
@@ -115,8 +115,13 @@ def test_a_terminal_that_ends_interrupts_once_though_the_shell_says_it_again():
         "        os.kill(os.getpid(), signal.SIGHUP)\n"
         "    except KeyboardInterrupt:\n"
         "        os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    print('saved', flush=True)\n"
         "    return 7\n"
         "cli._tasks = saving\n"
         "sys.exit(cli.main(['tasks']))\n"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 7
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer)
+    os.close(writer)
+    assert done.returncode == 7
