@@ -33,10 +33,11 @@ def test_a_stock_writers_cursor_counts_once_all_positions_are_written():
         assert writer.extend(transitions(1)).tolist() == [2]
 
 
-def test_rows_since_a_count_of_another_replay_are_all_of_them():
+@pytest.mark.parametrize("other", [(7,), (1, 2)])
+def test_rows_since_a_count_of_another_replay_are_all_of_them(other):
     with PackedReplayStorage(8) as storage:
         storage.append(transitions(3))
-        rows, counted = storage.read_since((7,))
+        rows, counted = storage.read_since(other)
         assert (len(rows), counted) == (3, (3,))
         assert torch.equal(rows["action"], transitions(3)["action"])
         assert len(storage.read_since(counted)[0]) == 0

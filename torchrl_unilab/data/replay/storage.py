@@ -322,8 +322,8 @@ class PackedReplayStorage(SharedReplay):
         # A shard's rows are counted across checkpoints by their number plus its shift.
         shifts = [origin - base for origin, base in zip(origins, bases, strict=True)]
         read = tuple(head + shift for head, shift in zip(window.heads, shifts, strict=True))
-        counted = counted or [0] * len(read)
-        # A count above the rows that there are is of another replay: read the whole shard.
+        # Counts of other shards, or above the rows that there are, are of another replay.
+        counted = counted if len(counted) == len(read) else [0] * len(read)
         known = [c if c <= r else 0 for c, r in zip(counted, read, strict=True)]
         heads = tuple(count - shift for count, shift in zip(known, shifts, strict=True))
         window = window.above(self.heads_now(heads))
