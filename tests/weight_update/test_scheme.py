@@ -394,6 +394,13 @@ def test_a_model_of_the_context_is_published_by_its_name(make_sender):
     assert sender.weights["module", "2", "bias"].item() == 0.75
 
 
+def test_a_model_is_not_published_by_its_name_where_no_context_has_it(make_sender):
+    sender = make_sender(model_id="policy", model=make_policy(), devices=[CPU])
+    with pytest.raises(ConfigError, match="the model 'policy': the scheme has no collector"):
+        sender.send("policy")
+    assert sender.version == 0
+
+
 def test_a_policy_beside_a_factory_is_published(make_sender):
     collector = _Factories()
     collector._fallback_policy = make_policy(0.5)

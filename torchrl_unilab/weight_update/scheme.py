@@ -221,6 +221,11 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 "was given to). Give each collector a scheme of its own."
             )
         if weights is not None:
+            if context is None:
+                raise ConfigError(
+                    f"cannot publish the model {weights!r}: the scheme has no collector (expected "
+                    "the one that holds it). Pass the model itself."
+                )
             model = _resolve_model(context, weights)
         elif model is None and context is not None and self._model_id is not None:
             model = _resolve_model(context, self._model_id)
