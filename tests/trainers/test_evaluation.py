@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -350,3 +351,12 @@ def test_episodes_are_whole_where_the_environment_staggers_its_first():
         returns.append(evaluate(env, cheetah).round().tolist())  # each step earns 1
         env.close()
     assert returns == [[20.0] * 8] * 2
+
+
+def test_what_an_environment_earns_after_its_episode_does_not_count_even_if_it_is_no_number():
+    rewards, done = torch.tensor([[1.0, 1.0], [math.nan, 1.0]]), torch.eye(2, dtype=torch.bool)
+    steps = [({"next": {"reward": r, "done": d}}, None) for r, d in zip(rewards, done, strict=True)]
+    env = Mock(
+        batch_size=rewards[0].shape, device="cpu", **{"step_and_maybe_reset.side_effect": steps}
+    )
+    assert evaluate(env, lambda current: current).tolist() == [1.0, 2.0]

@@ -102,7 +102,7 @@ def _play_round(env: EnvBase, policy: Policy, max_steps: int) -> torch.Tensor:
         for _ in range(max_steps):
             stepped, current = env.step_and_maybe_reset(act(policy, current))
             after = stepped["next"]
-            returns += after["reward"].reshape(-1).double() * running
+            returns += after["reward"].reshape(-1).double().where(running, 0.0)
             lengths += running
             running &= ~after["done"].reshape(-1)
             if not running.any():
