@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from torchrl.envs import Compose, DTypeCastTransform, RenameTransform, TransformedEnv
 from torchrl.objectives import SoftUpdate
 from torchrl.trainers import (
+    CountFramesLog,
     LogScalar,
     LRSchedulerHook,
     RewardNormalizer,
@@ -66,6 +67,11 @@ def test_hooks_on_batches_that_never_come_are_refused():
     trainer = off_policy_trainer()
     with pytest.raises(ConfigError, match=r"^hook stage 'batch_process': ReplayCollector yields"):
         RewardNormalizer().register(trainer)
+    for hook in (CountFramesLog(frame_skip=1), LogScalar(("next", "reward"), "reward")):
+        with pytest.raises(
+            ConfigError, match=rf"^hook {type(hook).__name__}: ReplayCollector yields"
+        ):
+            hook.register(trainer)
     trainer.close()
 
 

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl import logger as torchrl_logger
-from torchrl.trainers import Trainer, UpdateWeights, UTDRHook
+from torchrl.trainers import CountFramesLog, LogScalar, Trainer, UpdateWeights, UTDRHook
 
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.collectors.base import WorkerCollector
@@ -167,6 +167,13 @@ class RankTrainer(Trainer):
                 "hook stage 'batch_process': ReplayCollector yields no batches (expected another "
                 "stage, such as 'process_optim_batch'). Scale rewards by reward_scale in config; "
                 "change what is collected by a transform of the environment."
+            )
+        reads = isinstance(op, CountFramesLog | LogScalar) and dest.endswith("_steps_log")
+        if reads and isinstance(self.collector, ReplayCollector):
+            raise ConfigError(
+                f"hook {type(op).__name__}: ReplayCollector yields no batches (expected a hook "
+                "that reads none). Frames are logged with everything else; register LogScalar at "
+                "'post_optim_log', by register_op."
             )
         again = isinstance(op, UpdateWeights) and op.collector is self.collector
         if again and dest == "post_steps":
