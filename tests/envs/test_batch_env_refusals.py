@@ -151,3 +151,12 @@ def test_a_closed_environment_frees_its_simulations() -> None:
 def test_a_missing_action_is_a_key_error() -> None:
     with pytest.raises(KeyError, match="action"):
         make().step(TensorDict({}, [3]))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_rewards_that_huge_actions_make_infinite_are_blamed_on_these_first():
+    env = MujocoBatchEnv("Hopper-v5", num_envs=2, num_threads=1)
+    root = env.reset().set("action", torch.full((2, 3), 1e30))
+    with pytest.raises(ConfigError, match=r"'reward_ctrl'\] .*Check whether actions are huge, or"):
+        env.step(root)
+    env.close()

@@ -307,8 +307,8 @@ class EnvState:
             wrong = [name for name, term in terms.items() if not all_finite(term)]
             raise ConfigError(
                 f"MujocoBatchEnv.step: {len(bad)} rewards of {self.task.name} are not finite, the "
-                f"first in simulation {bad[0]}, by the terms {wrong} (expected none). Correct the "
-                "task's rewards."
+                f"first in simulation {bad[0]}, by the terms {wrong} (expected none). Check "
+                "whether actions are huge, or correct the task's rewards."
             )
 
     def _check_action(self, action: NDArray[Any]) -> None:
