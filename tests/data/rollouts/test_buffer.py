@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.rollouts import make_rollout, stack
+from tests.support.rollouts import make_rollout, stack, values
 from torchrl_unilab.data import (
     RolloutReplayBuffer,
     RolloutRingSampler,
@@ -37,6 +37,15 @@ def test_an_iteration_whose_sampler_waits_ends_by_its_timeout_alone(storage):
     buffer = RolloutReplayBuffer(storage=storage, sampler=sampler, batch_size=1)
     with pytest.raises(WaitTimeoutError, match="0 are unread"):
         next(iter(buffer))
+
+
+def test_what_an_iteration_that_was_left_has_fetched_comes_in_the_next(storage):
+    buffer = RolloutReplayBuffer(storage=storage, batch_size=1, prefetch=2)
+    buffer.extend(stack(1, 2, 3))
+    seen = values(next(iter(buffer)))
+    buffer.synchronize()
+    assert sorted(seen + [value for batch in buffer for value in values(batch)]) == [1, 2, 3]
+    assert [*buffer] == []
 
 
 @pytest.mark.parametrize(("settings", "count"), [({}, 0), ({"empty_write_count": False}, 2)])

@@ -170,6 +170,8 @@ class RolloutReplayBuffer(TensorDictReplayBuffer):
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Sample until fewer than a batch are unread; a sampler with a timeout waits for one."""
+        while self.stats()["prefetch_queue_size"]:  # fetched in an iteration that was left
+            yield self.sample()
         sampler, count = self.sampler, self.batch_size
         polls = isinstance(sampler, RolloutRingSampler) and not sampler.timeout
         if polls and count is not None and not sampler.can_sample(self.storage, count):
