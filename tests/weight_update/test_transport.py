@@ -24,6 +24,7 @@ from torchrl_unilab.errors import (
     LayoutShapeError,
     SegmentClosedError,
     SegmentError,
+    SegmentSpaceError,
 )
 from torchrl_unilab.weight_update import SharedObsNormStats, UniLabShmTransport
 
@@ -59,10 +60,15 @@ def test_an_unrelated_process_reads_by_name_what_was_written():
             assert receive(pipe) == (2, [[2.0] * 3] * 2, [2.0] * 3)
 
 
-@pytest.mark.parametrize("shape", [3, "3", [2.0], np.zeros(3)])
+@pytest.mark.parametrize("shape", [3, "3", [2.0], [-1], np.zeros(3)])
 def test_what_is_neither_a_shape_nor_a_tensor_is_refused_by_its_key(shape):
     with pytest.raises(ConfigError, match=r"'w' is .* \(expected a shape or a tensor\)"):
         UniLabShmTransport.create({"w": shape})
+
+
+def test_weights_of_shapes_that_do_not_fit_are_refused_before_any_memory_is_taken():
+    with pytest.raises(SegmentSpaceError, match="bytes do not fit"):
+        UniLabShmTransport.create({"w": (1 << 50,)})
 
 
 def test_weights_by_number_are_refused_by_the_number():

@@ -336,8 +336,9 @@ def _initial(param_shapes: ParamShapes) -> dict[str, torch.Tensor]:
     for key, value in param_shapes.items():
         if isinstance(value, torch.Tensor):
             initial[key] = value
-        elif isinstance(value, Sequence) and all(isinstance(n, int) for n in value):
-            initial[key] = torch.zeros(tuple(value), dtype=torch.float32, device="cpu")
+        elif isinstance(value, Sequence) and all(isinstance(n, int) and n >= 0 for n in value):
+            zero = torch.zeros((), dtype=torch.float32, device="cpu")
+            initial[key] = zero.expand(tuple(value))  # takes no memory, which may not be there
         else:
             raise ConfigError(
                 f"initial weights: {key!r} is {value!r} (expected a shape or a tensor). Pass one "
