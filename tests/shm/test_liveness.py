@@ -20,6 +20,7 @@ import pytest
 
 from tests.support.processes import DEADLINE, process_with_id, receive, spawned, wait_for
 from tests.support.rings import make_ring, read, write
+from tests.support.striking import exit_code_of, forked
 from torchrl_unilab.shm import SharedSegment, liveness
 from torchrl_unilab.shm.liveness import (
     process_id,
@@ -53,15 +54,7 @@ def test_a_process_that_takes_memory_is_the_one_that_it_was():
 
 def test_each_process_knows_itself_also_when_it_is_forked():
     before = this_process()
-    here, there = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(there, b"1" if process_id(this_process()) == os.getpid() else b"0")
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(here, 1) == b"1"
-    os.close(here)
-    os.close(there)
+    assert exit_code_of(lambda: os._exit(process_id(this_process()) != os.getpid())) == 0
     assert this_process() == before
 
 
@@ -77,15 +70,11 @@ def test_a_process_lives_until_it_ends():
 
 def test_a_zombie_is_not_alive():
     here, there = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(there, this_process().to_bytes(8, "little"))
-        os._exit(0)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    word = int.from_bytes(os.read(here, 8), "little")
-    assert process_id(word) == child
-    assert not process_is_alive(word)
-    os.waitpid(child, 0)
+    with forked(lambda: os.write(there, this_process().to_bytes(8, "little"))) as child:
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        word = int.from_bytes(os.read(here, 8), "little")
+        assert process_id(word) == child
+        assert not process_is_alive(word)
     os.close(here)
     os.close(there)
 
@@ -171,10 +160,7 @@ def test_off_linux_processes_are_known_by_id_and_start_time_too(monkeypatch):
     assert word >> 22 == round(100 * psutil.Process().create_time())
     assert process_is_alive(word)
     assert not process_is_alive(word ^ (1 << 40))
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert liveness._word_of(child) == 0
-    os.waitpid(child, 0)
+    with forked(bool) as child:  # which ends at once
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        assert liveness._word_of(child) == 0
     assert liveness._word_of(child) == 0

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.processes import receive, spawned
-from tests.support.striking import forked
+from tests.support.striking import exit_code_of, forked
 from torchrl_unilab.errors import SegmentClosedError, WaitTimeoutError
 from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.segment import SharedSegment
@@ -74,8 +74,7 @@ def test_one_thread_at_a_time_has_a_range(twice):
 
         def hold() -> int:
             attempt()
-            with forked(refused) as child:  # still, though a thread has given up
-                return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            return exit_code_of(refused)  # still, though a thread has given up
 
         def refused() -> None:
             assert not _try(lock)

@@ -215,17 +215,6 @@ def test_a_recovered_slot_does_not_pass_for_an_old_rollout():
         assert [read(ring)[0] for _ in range(2)] == [1, 0]
 
 
-def test_the_writer_of_a_dead_process_is_free_once_it_is_recovered():
-    with make_ring() as ring:
-        with spawned(write_half, ring, 0) as (process, pipe):
-            receive(pipe)
-            _kill(process)
-        with pytest.raises(Exception, match="recover those of the dead"):
-            ring.become_writer(0)
-        ring.recover(0)
-        assert ring.become_writer() == 0
-
-
 def test_a_process_that_comes_to_write_during_a_recovery_keeps_its_slot(monkeypatch):
     with make_ring(slots=2) as ring, contextlib.ExitStack() as closing:
         assert write(ring)

@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.bounds import PROMPT
-from tests.support.striking import forked, interrupt_each_line, kill_self, stop_self, strike_at
+from tests.support.striking import (
+    exit_code_of,
+    forked,
+    interrupt_each_line,
+    kill_self,
+    stop_self,
+    strike_at,
+)
 from torchrl_unilab.errors import ConfigError, ContentionError, WaitTimeoutError
 from torchrl_unilab.shm import lock as lock_module
 from torchrl_unilab.shm import rows as rows_module
@@ -30,9 +37,14 @@ both_shapes = pytest.mark.parametrize("shards", [1, 3])
 
 
 @contextlib.contextmanager
-def make_rows(shard_rows: int = 8, shards: int = 1, timeout: float = 10.0) -> Iterator[SharedRows]:
+def make_rows(
+    shard_rows: int = 8, shards: int = 1, timeout: float = 10.0, holding: int = 0
+) -> Iterator[SharedRows]:
     with SharedSegment(SharedRows.nbytes(WIDTHS, shards, shard_rows)) as segment:
-        yield SharedRows(segment, WIDTHS, shards, shard_rows, timeout)
+        rows = SharedRows(segment, WIDTHS, shards, shard_rows, timeout)
+        if holding:
+            put(rows, holding)
+        yield rows
 
 
 def again(rows: SharedRows, timeout: float = 10.0) -> SharedRows:
@@ -127,8 +139,7 @@ def test_positions_have_no_gap_whatever_the_shards_have(shards, shard_rows, writ
 
 
 def test_rows_being_written_are_not_readable_and_neither_are_those_below_them():
-    with make_rows() as rows:
-        put(rows, 6)
+    with make_rows(holding=6) as rows:
         seen: list[Window] = []
         fill = rows.fill
 
@@ -158,36 +169,9 @@ def test_drawn_rows_are_uniform_over_all_shards(shards):
         assert 840 < readable.min() <= readable.max() < 1160  # five standard deviations
 
 
-def test_only_rows_overwritten_while_they_are_read_are_drawn_again():
-    with make_rows() as rows:
-        put(rows, 8)
-        batch, drawn = Batch(rows, 3), []
-        batch.meanwhile = lambda: put(rows, 3)
-
-        def redraw(count: int) -> torch.Tensor:
-            drawn.append(count)
-            return torch.tensor([5, 9])
-
-        rows.read(rows.window(), torch.tensor([1, 6, 2]), batch, redraw)
-
-        assert (batch.numbers, drawn, batch.calls[1:]) == ([5, 6, 9], [2], [[5, 1]])
-
-
-def test_a_row_overwritten_while_its_position_is_read_is_read_again():
-    with make_rows() as rows:
-        put(rows, 8)
-        batch = Batch(rows, 3)
-        batch.meanwhile = lambda: put(rows, 3)
-
-        rows.read_at(torch.tensor([1, 6, 2]), batch)
-
-        assert (batch.numbers, batch.calls[1:]) == ([9, 6, 10], [[1, 2]])
-
-
 @pytest.mark.parametrize("at", [False, True])
 def test_rows_rewritten_while_they_are_read_are_all_read_again(at):
-    with make_rows() as rows:
-        put(rows, 8)
+    with make_rows(holding=8) as rows:
         batch = Batch(rows, 2)
         batch.meanwhile = lambda: rows.rewrite(torch.tensor([6]), numbered(66, 1).split(WIDTHS, 1))
 
@@ -200,8 +184,7 @@ def test_rows_rewritten_while_they_are_read_are_all_read_again(at):
 
 
 def test_a_row_that_the_next_append_hides_again_is_waited_for_again():
-    with make_rows() as rows:
-        put(rows, 8)
+    with make_rows(holding=8) as rows:
         rows.words[0][shards_module.FLOOR] = 2  # an append of two rows is in flight
         alone, appends = rows.locked, iter([2, 8])
 
@@ -219,8 +202,7 @@ def test_a_row_that_the_next_append_hides_again_is_waited_for_again():
 
 
 def test_rows_overwritten_faster_than_they_are_read_are_an_error():
-    with make_rows(timeout=0.02) as rows:
-        put(rows, 8)
+    with make_rows(timeout=0.02, holding=8) as rows:
 
         def gather(places, positions, heads) -> None:
             put(rows, 8)
@@ -238,8 +220,7 @@ def test_rows_overwritten_faster_than_they_are_read_are_an_error():
 
 
 def test_rows_rewritten_while_they_are_copied_are_copied_again_or_an_error(monkeypatch):
-    with make_rows() as rows:
-        put(rows, 8)
+    with make_rows(holding=8) as rows:
         settled, once = rows.settled, iter([rows.touch])
 
         def rewritten(rewrite: Callable[[], object]) -> object:
@@ -283,21 +264,23 @@ def test_cleared_rows_count_from_position_zero_and_reads_of_old_ones_are_drawn_a
 # Writers
 
 
+@contextlib.contextmanager
+def claimant(claim: Callable[[], int]) -> Iterator[tuple[int, int]]:
+    """A process that claims a shard and lives on: its id, and the shard."""
+    reads, writes = os.pipe()
+    with forked(lambda: (os.write(writes, bytes([claim()])), signal.pause())) as child:
+        shard = os.read(reads, 1)[0]
+        os.close(reads)
+        os.close(writes)
+        yield child, shard
+
+
 @both_shapes
 def test_processes_claim_free_shards_first_and_share_them_then(shards):
     with make_rows(8, shards) as rows, contextlib.ExitStack() as stack:
         taken = [rows.shard]
-        reads, writes = os.pipe()
         for _ in range(shards):
-
-            def claim() -> None:
-                os.write(writes, bytes([rows.shard]))
-                signal.pause()
-
-            stack.enter_context(forked(claim))
-            taken.append(os.read(reads, 1)[0])
-        os.close(reads)
-        os.close(writes)
+            taken.append(stack.enter_context(claimant(lambda: rows.shard))[1])
 
         assert taken[:shards] == [*range(shards)]
         assert 0 <= taken[shards] < shards
@@ -305,40 +288,21 @@ def test_processes_claim_free_shards_first_and_share_them_then(shards):
 
 def test_the_shard_of_a_living_process_is_refused_by_its_id_and_that_of_a_dead_one_is_not():
     with make_rows(8, 2) as rows:
-        reads, writes = os.pipe()
-
-        def claim() -> None:
+        with (
+            claimant(lambda: rows.claim(1)) as (child, _),
+            pytest.raises(ConfigError, match=f"process {child} is alive"),
+        ):
             rows.claim(1)
-            os.write(writes, b"1")
-            signal.pause()
-
-        with forked(claim) as child:
-            os.read(reads, 1)
-            with pytest.raises(ConfigError, match=f"process {child} is alive"):
-                rows.claim(1)
-        os.close(reads)
-        os.close(writes)
 
         assert rows.claim(1) == 1
 
 
 def test_rows_are_cleared_and_the_shard_of_another_process_stays_its_own():
-    with make_rows(8, 2) as rows:
-        reads, writes = os.pipe()
-
-        def claim() -> None:
-            put(rows, 3, rows.claim(0))
-            os.write(writes, b"1")
-            signal.pause()
-
-        with forked(claim) as child:
-            os.read(reads, 1)
-            rows.clear()
-            with pytest.raises(ConfigError, match=f"process {child} is alive"):
-                rows.claim(0)
-            assert rows.claim() == 1
-        os.close(reads)
-        os.close(writes)
+    with make_rows(8, 2) as rows, claimant(lambda: put(rows, 3, rows.claim(0))) as (child, _):
+        rows.clear()
+        with pytest.raises(ConfigError, match=f"process {child} is alive"):
+            rows.claim(0)
+        assert rows.claim() == 1
 
 
 def test_threads_and_processes_that_share_a_shard_write_one_after_the_other():
@@ -462,9 +426,7 @@ def test_a_process_killed_at_any_step_leaves_whole_rows_without_a_wait(name, bes
                     strike_at(own, nth, kill_self)
                     ACTIONS[name](own)
 
-                with forked(die) as child:
-                    _, status = os.waitpid(child, 0)
-                    assert os.WTERMSIG(status) == signal.SIGKILL
+                assert exit_code_of(die) == -signal.SIGKILL
                 if not beside:
                     check_whole_and_writable(rows)
                 else:
@@ -485,9 +447,7 @@ def test_the_unfinished_rows_of_a_killed_writer_are_replaced_by_the_oldest_until
             strike_at(own, 3, kill_self)
             put(own, 2)
 
-        with forked(die) as child:
-            os.waitpid(child, 0)
-
+        assert exit_code_of(die) == -signal.SIGKILL
         assert rows.window() == Window((4,), (10,))
         assert read_at(rows, [2, 3, 4]) == [4, 4, 4]
         put(rows, 2)
@@ -502,19 +462,6 @@ def test_a_shard_whose_writer_was_killed_amid_as_many_rows_as_it_has_is_not_read
         with pytest.raises(ContentionError, match="no whole row in a shard"):
             read_at(rows, [0])
         assert read_at(rows, [1]) == [0]
-
-
-def test_a_shard_that_its_writer_leaves_is_another_processs():
-    def claim() -> None:
-        again(rows).claim(0)
-
-    with make_rows() as rows:
-        put(rows, 1)
-        with forked(claim) as child:
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
-        rows.leave()
-        with forked(claim) as child:
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("name", ["append", "rewrite", "replace"])
@@ -547,8 +494,7 @@ def test_a_killed_process_that_replaces_rows_leaves_all_of_them_or_none():
                 strike_at(own, nth, kill_self)
                 ACTIONS["replace"](own)
 
-            with forked(die) as child:
-                os.waitpid(child, 0)
+            assert exit_code_of(die) == -signal.SIGKILL
             rows.wait(0)
             assert rows.extent(rows.window())[0] in (0, 4 * 3, 5 * 3)
 
@@ -581,9 +527,7 @@ def test_large_rows_are_copied_a_few_at_a_time(width, chunk):
 
 
 def test_a_replacement_that_fails_leaves_no_rows():
-    with make_rows() as rows:
-        put(rows, 5)
-
+    with make_rows(holding=5) as rows:
         with pytest.raises(ZeroDivisionError):
             rows.replace(Window((0,), (3,)), lambda *_: 1 // 0)
 

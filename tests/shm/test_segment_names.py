@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.striking import forked
+from tests.support.striking import exit_code_of
 from torchrl_unilab.errors import ConfigError, SegmentError
 from torchrl_unilab.shm import segment as segment_module
 from torchrl_unilab.shm.segment import SharedSegment, free_bytes, named_directory
@@ -74,8 +74,8 @@ def test_a_link_to_a_segment_that_is_mapped_here_is_no_segment(tmp_path, monkeyp
 
 
 def test_a_forked_child_that_closes_a_segment_leaves_its_parents_file(path):
-    with SharedSegment(64, name=NAME) as segment, forked(segment.close) as child:
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with SharedSegment(64, name=NAME) as segment:
+        assert exit_code_of(segment.close) == 0
         assert path.exists()
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
@@ -83,13 +85,6 @@ def test_each_dtype_and_shape_arrives_bit_for_bit():
         assert all(torch.equal(values[key], tensors[key]) for key in tensors)
 
 
-def test_the_initial_content_is_the_first_version():
-    with SnapshotCell(_filled(7), first_version=40) as cell:
-        version, values = read(cell)
-
-    assert (version, values["n"].item(), values["w"].tolist()) == (40, 7, [7.0] * 5)
-
-
 @pytest.mark.parametrize("name", [None, f"unilab-test-{os.getpid()}"], ids=["anonymous", "named"])
 def test_a_spawned_reader_gets_the_newest_version(name):
     with SnapshotCell(_filled(0), name=name) as cell:
@@ -127,23 +122,13 @@ def test_a_refused_publish_leaves_the_published_version_untouched():
         assert (version, values["n"].item()) == (0, 7)
 
 
-def test_a_writer_killed_in_the_middle_leaves_the_previous_version_whole():
+def test_a_writer_killed_in_the_middle_leaves_the_previous_version_whole_and_its_slot_to_another():
     with SnapshotCell(_filled(7), slots=2) as cell, spawned(publish_and_die, cell) as (writer, _):
         writer.join(DEADLINE)
-
-        version, values = read(cell)
-
-        assert (version, values["w"].tolist()) == (0, [7.0] * 5)
-
-
-def test_another_process_takes_the_slot_of_a_writer_killed_in_the_middle():
-    with SnapshotCell(_filled(7), slots=2) as cell, spawned(publish_and_die, cell) as (writer, _):
-        writer.join(DEADLINE)
-
-        _publish(cell, 2)
-
-        version, values = read(cell)
-        assert (version, values["w"].tolist()) == (1, [2.0] * 5)
+        for value, version in ((7, 0), (2, 1)):
+            found, values = read(cell)
+            assert (found, values["w"].tolist()) == (version, [float(value)] * 5)
+            _publish(cell, 2)
 
 
 def _publish_and_stay(pipe: Connection, cell: SnapshotCell, value: int) -> None:
@@ -196,6 +181,27 @@ def test_an_attachment_that_is_closed_leaves_the_process_that_has_come_to_write(
             attached[0].close()
             with pytest.raises(SegmentError, match=rf"process {writer.pid} publishes"):
                 _publish(cell, 4)
+
+
+def test_a_publish_that_has_begun_is_refused_if_another_process_comes_to_write_before_it_writes():
+    name = f"unilab-test-{os.getpid()}"
+    with SnapshotCell(_filled(0), name=name) as cell, contextlib.ExitStack() as stack:
+        other = SnapshotCell.attach(name, cell.layout)
+        _publish(other, 1)
+        _publish(cell, 2)
+
+        @contextlib.contextmanager
+        def late() -> Iterator[None]:
+            """Be the lock, for which the publish waits too long."""
+            other.close()  # gives up the process's right to publish
+            _, pipe = stack.enter_context(spawned(_publish_and_stay, cell, 3))
+            assert receive(pipe) == 3
+            yield
+
+        cell._publishing = late()
+        with pytest.raises(SegmentError, match="publishes here"):
+            _publish(cell, 4)
+        assert cell.version == 3
 
 
 @pytest.mark.parametrize("extra", [-64, 64])

@@ -9,6 +9,7 @@ import multiprocessing.forkserver
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -102,6 +103,23 @@ def wait_for(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < until, "it does not come to pass"
+
+
+def within(seconds: float, call: Callable[[], object]) -> BaseException | None:
+    """Return what `call` raises, in a thread: a call that does not return is an error."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), f"no return within {seconds:g} s"
+    return raised[0] if raised else None
 
 
 def _clock_tick() -> int:

@@ -83,6 +83,12 @@ def forked(action: Callable[[], object]) -> Iterator[int]:
             os.waitpid(child, 0)
 
 
+def exit_code_of(action: Callable[[], object]) -> int:
+    """Run `action` to its end in a forked child; return its exit code, or minus its signal."""
+    with forked(action) as child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def strike_at(rows: SharedRows, nth: int, strike: Callable[[], None]) -> Callable[[], int]:
     """Have this process struck before the `nth` step that others see: a store, half of a copy.
 
