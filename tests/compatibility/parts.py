@@ -26,7 +26,7 @@ from torchrl.data import (
 from torchrl.data.replay_buffers import checkpointers, samplers, writers
 from torchrl.envs import GymEnv, TransformedEnv, transforms
 
-from tests.support.transitions import transitions
+from tests.support.transitions import episodes
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.envs import MujocoBatchEnv
 
@@ -99,21 +99,10 @@ def _classes(module: Any, base: type) -> set[str]:
     }
 
 
-def _episodes(length: int = 7) -> TensorDict:
-    """Rows of episodes of a length, whose content says which row they are."""
-    rows, number = transitions(ROWS), torch.arange(ROWS)
-    rows["next", "done"] = ((number + 1) % length == 0).unsqueeze(1)
-    rows["next", "terminated"] = rows["next", "done"].clone()
-    rows["episode"], rows["number"] = number // length, number.unsqueeze(1)
-    rows["policy_version"] = number // 10
-    rows["age"] = number % 7
-    return rows
-
-
 def _buffer(side: int, kind: Any = TensorDictReplayBuffer, **settings: Any) -> Any:
     """A buffer over the storage of a side, filled past its end."""
     buffer = kind(storage=STORAGES[side](CAPACITY), batch_size=12, **settings)
-    for block in _episodes().split(10):
+    for block in episodes(ROWS).set("age", torch.arange(ROWS) % 7).split(10):
         buffer.extend(block)
     return buffer
 

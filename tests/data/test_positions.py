@@ -79,23 +79,17 @@ def test_positions_that_need_no_change_are_not_copied():
     assert flat_positions(positions, 3) is positions
 
 
-@pytest.mark.parametrize("index", [0, -1, np.array(1), torch.tensor(1)], ids=repr)
-def test_one_position_is_single(index):
-    assert is_single(index)
-
-
-@pytest.mark.parametrize("index", [0.0, 1.5, [0.0], np.array([1.0])], ids=repr)
-def test_positions_that_are_no_integers_are_refused(index):
-    with pytest.raises(
-        PositionError, match=r"positions of (torch\.)?float\d* \(expected integers or"
-    ):
-        flat_positions(index, 3)
-
-
-@pytest.mark.parametrize("index", [["x"], [None], [[0], [1, 2]], [[0], "x"]], ids=repr)
-def test_a_list_of_what_is_no_position_is_refused(index):
-    with pytest.raises(PositionError, match=r"positions of list: .* \(expected integers or"):
-        flat_positions(index, 3)
+@pytest.mark.parametrize(
+    ("kind", "indices"),
+    [
+        (r"(torch\.)?float\d*", (0.0, 1.5, [0.0], np.array([1.0]))),
+        ("list: .*", (["x"], [None], [[0], [1, 2]], [[0], "x"])),
+    ],
+)
+def test_positions_that_are_no_integers_are_refused_by_what_they_are(kind, indices):
+    for index in indices:
+        with pytest.raises(PositionError, match=rf"positions of {kind} \(expected integers or"):
+            flat_positions(index, 3)
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8"])
@@ -115,11 +109,11 @@ def test_a_mask_or_a_fraction_of_no_dimension_is_no_position(dtype):
             is_single(index)
 
 
-@pytest.mark.parametrize(
-    "index", [[0], (0,), slice(1), range(1), np.array([1]), torch.tensor([1])], ids=repr
-)
-def test_what_may_be_several_is_not_single(index):
-    assert not is_single(index)
+def test_one_position_is_single_and_what_may_be_several_is_not():
+    assert all(map(is_single, (0, -1, np.array(1), torch.tensor(1))))
+    assert not any(
+        map(is_single, ([0], (0,), slice(1), range(1), np.array([1]), torch.tensor([1])))
+    )
 
 
 @pytest.mark.parametrize("length", range(4))

@@ -129,15 +129,10 @@ def test_nested_tensordicts_keep_the_batch_dimensions_that_are_theirs():
     assert TensorSchema.from_json(json.loads(json.dumps(schema.to_json()))) == schema
 
 
-def test_empty_items_have_the_schema():
+def test_empty_items_have_the_schema_without_memory_too():
     schema = TensorSchema.of(_items(2))
 
     assert TensorSchema.of(schema.empty((3,))) == TensorSchema.of(_items(3, 2))
-
-
-def test_an_item_without_memory_has_the_schema():
-    schema = TensorSchema.of(_items(2))
-
     assert TensorSchema.of(schema.empty(device="meta")) == schema
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from multiprocessing import resource_tracker
+from multiprocessing.context import get_spawning_popen
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torchrl.data import (
 )
 from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
 
+from tests.support.processes import spawned
 from tests.support.rollouts import make_rollout
 from tests.support.transitions import transitions
 from torchrl_unilab.data import (
@@ -155,6 +157,14 @@ def test_what_goes_to_a_process_is_nothing_that_is_of_another(cls):
         assert own
         assert own.isdisjoint(state)
         assert {*state, *own} == {*storage.__dict__}
+
+
+@BOTH
+def test_a_storage_that_knows_no_items_does_not_go_to_another_process(cls):
+    refused = pytest.raises(RuntimeError, match=r"cannot share .*0 of [48] .*example or a spec")
+    with filled(cls, 0) as storage, refused, spawned(print, storage):
+        pass
+    assert get_spawning_popen() is None
 
 
 @BOTH

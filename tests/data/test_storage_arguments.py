@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrl.data import Composite, LazyMemmapStorage, LazyTensorStorage, Unbounded
 
-from tests.support.transitions import transitions
+from tests.support.transitions import replay_of, transitions
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError
 
@@ -39,8 +39,7 @@ def test_every_keyword_of_a_stock_storage_is_accepted_at_its_default(stock):
     ],
 )
 def test_a_value_that_shared_rows_honour_changes_nothing(name, value):
-    with PackedReplayStorage(4, **{name: value}) as storage:
-        storage.append(transitions(3))
+    with replay_of(transitions(3), 4, **{name: value}) as storage:
         assert (storage.device, storage.ndim, len(storage)) == (torch.device("cpu"), 1, 3)
 
 

@@ -12,7 +12,7 @@ from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Ten
 from torchrl.data.replay_buffers import RandomSampler, RoundRobinWriter, SamplerWithoutReplacement
 
 from tests.support.rollouts import make_rollout, stack
-from tests.support.transitions import same, transitions
+from tests.support.transitions import replay_of, same, transitions
 from torchrl_unilab.data import (
     PackedReplayStorage,
     PackedReplayWriter,
@@ -92,21 +92,9 @@ def test_a_stock_checkpoint_replaces_the_rows_that_were_there(tmp_path):
     assert same(buffer[:], saved[:])
 
 
-def test_a_round_robin_writer_continues_where_the_stock_buffer_stopped(tmp_path):
-    saved, buffer = stock_buffer(5), packed_buffer(RoundRobinWriter)
-    saved.dumps(tmp_path)
-    buffer.loads(tmp_path)
-
-    for each in (saved, buffer):
-        each.extend(transitions(2, seed=1))
-
-    assert same(buffer[:], saved[:])
-
-
 @LOAD
 def test_more_stock_rows_than_fit_are_refused_by_both_numbers(load, tmp_path):
-    with PackedReplayStorage(4) as storage:
-        storage.append(transitions(2, seed=1))
+    with replay_of(transitions(2, seed=1), 4) as storage:
         with pytest.raises(UniLabError, match=r"cannot load 5 rows.*4"):
             load(stock_buffer(5).storage, storage, tmp_path)
         assert same(storage[:], transitions(2, seed=1))
@@ -116,8 +104,7 @@ def test_more_stock_rows_than_fit_are_refused_by_both_numbers(load, tmp_path):
 def test_stock_rows_of_other_keys_are_refused_and_leave_what_is_there(load, tmp_path):
     saved = ReplayBuffer(storage=LazyTensorStorage(8))
     saved.extend(TensorDict({"pixels": torch.ones(3, 2)}, [3]))
-    with PackedReplayStorage(8) as storage:
-        storage.append(transitions(2, seed=1))
+    with replay_of(transitions(2, seed=1), 8) as storage:
         with pytest.raises(LayoutKeyError, match="pixels"):
             load(saved.storage, storage, tmp_path)
         assert same(storage[:], transitions(2, seed=1))

@@ -25,10 +25,11 @@ def _append(rows: SharedRows, count: int) -> None:
     rows.append([torch.arange(head, head + count, dtype=torch.int32).unsqueeze(1)])
 
 
-def _gather(rows: SharedRows, batch: torch.Tensor, counts: list[int]):
-    """Copies rows; then a writer appends as many as `counts` has next."""
+def _gather(rows: SharedRows, batch: torch.Tensor, counts: list[int], copied: list[list[int]]):
+    """Copies rows, and notes their positions; then a writer appends as many as `counts` says."""
 
     def gather(places: torch.Tensor | None, positions: torch.Tensor, _: tuple[int, ...]) -> None:
+        copied.append(positions.tolist())
         batch[slice(None) if places is None else places] = rows.blocks[0][positions, 0]
         if counts:
             _append(rows, counts.pop(0))
@@ -36,14 +37,14 @@ def _gather(rows: SharedRows, batch: torch.Tensor, counts: list[int]):
     return gather
 
 
-def test_each_row_that_is_drawn_again_and_again_comes_to_its_own_place(rows):
+def test_only_rows_that_are_overwritten_are_drawn_again_and_each_comes_to_its_own_place(rows):
     batch, drawn = torch.zeros(4, dtype=torch.int32), [torch.tensor([7, 2]), torch.tensor([5])]
-    gather = _gather(rows, batch, [2, 1])
+    gather = _gather(rows, batch, [2, 1], copied := [])
     rows.read(rows.window(), torch.tensor([6, 7, 0, 1]), gather, lambda _: drawn.pop(0))
-    assert batch.tolist() == [6, 7, 7, 5]
+    assert (batch.tolist(), copied) == ([6, 7, 7, 5], [[6, 7, 0, 1], [7, 2], [5]])
 
 
-def test_each_position_that_is_read_again_and_again_comes_to_its_own_place(rows):
+def test_only_positions_that_are_overwritten_are_read_again_and_each_comes_to_its_own_place(rows):
     batch = torch.zeros(3, dtype=torch.int32)
-    rows.read_at(torch.tensor([5, 1, 0]), _gather(rows, batch, [2, 7]))
-    assert batch.tolist() == [5, 9, 16]
+    rows.read_at(torch.tensor([5, 1, 0]), _gather(rows, batch, [2, 7], copied := []))
+    assert (batch.tolist(), copied) == ([5, 9, 16], [[5, 1, 0], [1, 0], [0]])

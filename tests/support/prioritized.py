@@ -18,15 +18,23 @@ def numbered_rows(count: int, first: int = 0) -> TensorDict:
 
 
 def prioritized_buffer(
-    storage: PackedReplayStorage, count: int = 4096, writer: Writer | None = None, **options
+    storage: PackedReplayStorage,
+    count: int = 4096,
+    writer: Writer | None = None,
+    rows: int = 0,
+    **options,
 ) -> TensorDictReplayBuffer:
-    return TensorDictReplayBuffer(
+    """A buffer of so many numbered rows, that samples `count` of them."""
+    buffer = TensorDictReplayBuffer(
         storage=storage,
         sampler=PackedPrioritizedSampler(CAPACITY, ALPHA, BETA, **options),
         writer=writer,
         batch_size=count,
         priority_key="td_error",
     )
+    if rows:
+        buffer.extend(numbered_rows(rows))
+    return buffer
 
 
 def written_by_others(storage: PackedReplayStorage, rows: TensorDict) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -50,6 +51,16 @@ def transitions(count: int, seed: int = 0) -> TensorDict:
         },
         [count],
     )
+
+
+def episodes(count: int, length: int = 7) -> TensorDict:
+    """Rows of episodes of a length, whose content says which row they are."""
+    rows, number = transitions(count), torch.arange(count)
+    rows["next", "done"] = ((number + 1) % length == 0).unsqueeze(1)
+    rows["next", "terminated"] = rows["next", "done"].clone()
+    rows["episode"], rows["number"] = number // length, number.unsqueeze(1)
+    rows["policy_version"] = number // 10
+    return rows
 
 
 def steps(
@@ -113,6 +124,13 @@ def mixed(batch: TensorDictBase) -> int:
         bad |= (batch[key] != stamp).any(1)
     bad |= (batch["low"] != stamp.to(torch.uint8)).any(1)
     return int(bad.sum())
+
+
+def replay_of(rows: TensorDictBase, capacity: int, **settings: Any) -> PackedReplayStorage:
+    """A replay that holds these rows."""
+    storage = PackedReplayStorage(capacity, **settings)
+    storage.append(rows)
+    return storage
 
 
 # Targets of spawned processes

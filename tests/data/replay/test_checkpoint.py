@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import tracemalloc
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -16,8 +17,15 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from tests.support.processes import receive, spawned, wait_for
-from tests.support.striking import forked, kill_self, stop_self, strike_at
-from tests.support.transitions import append_until_told, mixed, same, stamped, transitions
+from tests.support.striking import exit_code_of, forked, kill_self, stop_self, strike_at
+from tests.support.transitions import (
+    append_until_told,
+    mixed,
+    replay_of,
+    same,
+    stamped,
+    transitions,
+)
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.data.replay.checkpoint import save_rows
 from torchrl_unilab.errors import CheckpointError, WaitTimeoutError
@@ -78,8 +86,7 @@ def test_a_buffer_of_torchrl_saves_and_loads_its_storage_and_extends_it_alike(
 
 
 def test_a_draft_is_not_left_beside_a_checkpoint(tmp_path):
-    with PackedReplayStorage(20) as storage:
-        storage.append(transitions(7))
+    with replay_of(transitions(7), 20) as storage:
         storage.dumps(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["rows.bin"]
 
@@ -91,8 +98,7 @@ def test_a_draft_is_not_left_beside_a_checkpoint(tmp_path):
 )
 @both_ways
 def test_a_checkpoint_of_other_rows_is_refused_and_the_rows_stay(tmp_path, load, settings):
-    with PackedReplayStorage(20) as one:
-        one.append(transitions(7))
+    with replay_of(transitions(7), 20) as one:
         kind = {"max_size": 20, "example": transitions(1)[0], **settings}
         with PackedReplayStorage(**kind) as other:
             if "example" not in settings:
@@ -102,19 +108,24 @@ def test_a_checkpoint_of_other_rows_is_refused_and_the_rows_stay(tmp_path, load,
             assert other.ptr == (0 if "example" in settings else 3)
 
 
-@pytest.mark.parametrize("kept", [0, 5, 300, -1])
-def test_a_file_that_is_not_whole_is_refused_and_the_rows_stay(tmp_path, kept):
+@pytest.fixture
+def pair() -> Iterator[tuple[PackedReplayStorage, PackedReplayStorage]]:
+    """A replay of seven rows, and one of nine, which are to be there in the end as well."""
     with PackedReplayStorage(20) as one, PackedReplayStorage(20) as other:
         one.append(transitions(7))
         other.append(transitions(9))
-        one.dumps(tmp_path)
-        whole = (tmp_path / "rows.bin").read_bytes()
-        (tmp_path / "rows.bin").write_bytes(whole[:kept])
-
-        with pytest.raises(CheckpointError, match="whole file"):
-            other.loads(tmp_path)
-
+        yield one, other
         assert same(other[:], transitions(9))
+
+
+@pytest.mark.parametrize("kept", [0, 5, 300, -1])
+def test_a_file_that_is_not_whole_is_refused_and_the_rows_stay(tmp_path, pair, kept):
+    one, other = pair
+    one.dumps(tmp_path)
+    whole = (tmp_path / "rows.bin").read_bytes()
+    (tmp_path / "rows.bin").write_bytes(whole[:kept])
+    with pytest.raises(CheckpointError, match="whole file"):
+        other.loads(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -132,38 +143,26 @@ def test_a_file_that_is_not_whole_is_refused_and_the_rows_stay(tmp_path, kept):
         ("words", 0),
     ],
 )
-def test_a_header_that_lies_is_refused_and_the_rows_stay(tmp_path, key, value):
-    with PackedReplayStorage(20) as one, PackedReplayStorage(20) as other:
-        one.append(transitions(7))
-        other.append(transitions(9))
-        one.dumps(tmp_path)
-        raw = (tmp_path / "rows.bin").read_bytes()
-        length = int.from_bytes(raw[-8:], "little")
-        header = json.loads(raw[-8 - length : -8]) | {key: value}
-        text = json.dumps(header).encode()
-        (tmp_path / "rows.bin").write_bytes(
-            raw[: -8 - length] + text + len(text).to_bytes(8, "little")
-        )
-
-        with pytest.raises(CheckpointError):
-            other.loads(tmp_path)
-
-        assert same(other[:], transitions(9))
+def test_a_header_that_lies_is_refused_and_the_rows_stay(tmp_path, pair, key, value):
+    one, other = pair
+    one.dumps(tmp_path)
+    raw = (tmp_path / "rows.bin").read_bytes()
+    length = int.from_bytes(raw[-8:], "little")
+    text = json.dumps(json.loads(raw[-8 - length : -8]) | {key: value}).encode()
+    lying = raw[: -8 - length] + text + len(text).to_bytes(8, "little")
+    (tmp_path / "rows.bin").write_bytes(lying)
+    with pytest.raises(CheckpointError):
+        other.loads(tmp_path)
 
 
 @pytest.mark.parametrize("shards", [0, 2])
-def test_a_header_of_another_number_of_shards_is_refused_and_the_rows_stay(shards):
-    with PackedReplayStorage(20) as one, PackedReplayStorage(20) as other:
-        one.append(transitions(7))
-        other.append(transitions(9))
-        state = one.state_dict()
-        for key in ("bases", "floors", "heads", "starts", "origins"):
-            state["header"][key] *= shards
-
-        with pytest.raises(CheckpointError, match="unknown header"):
-            other.load_state_dict(state)
-
-        assert same(other[:], transitions(9))
+def test_a_header_of_another_number_of_shards_is_refused_and_the_rows_stay(pair, shards):
+    one, other = pair
+    state = one.state_dict()
+    for key in ("bases", "floors", "heads", "starts", "origins"):
+        state["header"][key] *= shards
+    with pytest.raises(CheckpointError, match="unknown header"):
+        other.load_state_dict(state)
 
 
 @pytest.mark.slow
@@ -222,16 +221,14 @@ def test_a_checkpoint_of_which_all_rows_were_overwritten_loads(tmp_path, monkeyp
 
 def test_writers_do_not_wait_while_a_replay_is_saved(tmp_path, monkeypatch):
     """Each chunk's write to disk is followed by an append of another process."""
-    with PackedReplayStorage(8192) as storage:
-        storage.append(transitions(8192))
+    with replay_of(transitions(8192), 8192) as storage:
         appended = []
         copies = storage.rows.copies
 
         def slow(*arguments):
             for copy in copies(*arguments):
                 yield copy
-                with forked(lambda: storage.append(transitions(8))) as child:
-                    appended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                appended.append(exit_code_of(lambda: storage.append(transitions(8))))
 
         monkeypatch.setattr(storage.rows, "copies", slow)
         storage.dumps(tmp_path)
@@ -261,8 +258,7 @@ def test_memory_stays_flat_while_a_replay_is_saved_and_loaded(tmp_path):
 
 @both_ways
 def test_a_process_killed_while_it_loads_leaves_all_rows_or_none_to_save(tmp_path, load):
-    with PackedReplayStorage(20) as one:
-        one.append(transitions(7))
+    with replay_of(transitions(7), 20) as one:
         one.dumps(tmp_path)
     for nth in range(1, 30):
         example = transitions(1)[0]
@@ -273,17 +269,16 @@ def test_a_process_killed_while_it_loads_leaves_all_rows_or_none_to_save(tmp_pat
                 strike_at(storage.rows, nth, kill_self)
                 storage.loads(tmp_path)
 
-            with forked(die) as child:
-                _, status = os.waitpid(child, 0)
+            code = exit_code_of(die)
             load(storage, other, tmp_path / "saved")
 
             assert len(storage) == len(other)
             assert len(storage) in (0, 7, 9)
             storage.append(transitions(3))
-            if not os.WIFSIGNALED(status):
+            if code == 0:
                 assert nth > 5
                 return
-            assert os.WTERMSIG(status) == signal.SIGKILL
+            assert code == -signal.SIGKILL
     pytest.fail("it never ends")
 
 
@@ -312,7 +307,7 @@ def _numbered(first: int, count: int) -> TensorDict:
     return TensorDict(x=torch.arange(first, first + count), batch_size=[count])
 
 
-@pytest.mark.parametrize("written", [8, 11, 16])
+@pytest.mark.parametrize("written", [5, 8, 11, 16])
 @pytest.mark.parametrize("kind", [None, PackedReplayWriter])
 @pytest.mark.parametrize("way", ["file", "state"])
 def test_rows_continue_where_the_buffer_of_a_stock_checkpoint_would(tmp_path, written, kind, way):
@@ -353,8 +348,7 @@ def test_no_row_that_a_killed_process_left_torn_is_shown_by_the_next_that_contin
             strike_at(storage.rows, 3, kill_self)  # when half of each row is written
             storage.append(stamped(torch.arange(8, 12)))
 
-        with forked(die) as child:
-            os.waitpid(child, 0)
+        assert exit_code_of(die) == -signal.SIGKILL
         assert storage.size == 4
         storage.continue_at(5)
         storage.continue_at(5)

@@ -6,14 +6,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.support.transitions import same, transitions
+from tests.support.transitions import replay_of, same, transitions
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError
 
 
 def test_a_batch_to_sample_into_is_filled_in_place():
-    with PackedReplayStorage(50) as storage:
-        storage.append(transitions(50))
+    with replay_of(transitions(50), 50) as storage:
         out = storage.empty_batch(20)
         pointer = out["next", "reward"].data_ptr()
         got = storage.sample(20, seed=1, out=out)
@@ -52,8 +51,7 @@ def test_a_batch_of_rows_of_another_form_is_refused_and_unchanged():
 
 
 def test_a_batch_that_is_known_is_refused_once_a_nested_part_of_it_was_replaced():
-    with PackedReplayStorage(50) as storage:
-        storage.append(transitions(50))
+    with replay_of(transitions(50), 50) as storage:
         for key in ("next", ("next", "observation")):
             out = storage.sample(20, out=storage.empty_batch(20))
             out.set(key, out[key].clone())
@@ -62,8 +60,7 @@ def test_a_batch_that_is_known_is_refused_once_a_nested_part_of_it_was_replaced(
 
 
 def test_batches_to_sample_into_are_known_as_long_as_there_are_any():
-    with PackedReplayStorage(50) as storage:
-        storage.append(transitions(50))
+    with replay_of(transitions(50), 50) as storage:
         for _ in range(3):
             outs = [storage.empty_batch(20).set("mine", torch.zeros(20)) for _ in range(2)]
             for seed in range(4):
@@ -75,7 +72,6 @@ def test_batches_to_sample_into_are_known_as_long_as_there_are_any():
 
 
 def test_each_sample_has_memory_apart():
-    with PackedReplayStorage(50) as storage:
-        storage.append(transitions(50))
+    with replay_of(transitions(50), 50) as storage:
         batches = [storage.sample(20) for _ in range(3)]
         assert len({batch["action"].data_ptr() for batch in batches}) == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
+import signal
 
 import pytest
 import torch
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from tests.support.processes import receive, spawned, wait_for
-from tests.support.striking import forked, kill_self, strike_at
+from tests.support.striking import exit_code_of, kill_self, strike_at
 from tests.support.transitions import (
     add_chain_until_told,
     chained,
+    replay_of,
     same,
     steps,
     transitions,
@@ -103,41 +104,6 @@ def test_each_shard_has_the_n_steps_that_a_loop_sums_up(shards):
             assert_equal(got, brute_force(written[writer], 2, floor, 3, 0.9))
 
 
-def test_three_steps_by_hand():
-    seen = torch.arange(6.0).unsqueeze(1)
-    data = TensorDict(
-        {
-            "observation": seen[:5],
-            "next": {
-                "observation": seen[1:],
-                "reward": torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0]]),
-                "done": torch.tensor([[0], [0], [0], [1], [0]]).bool(),
-            },
-        },
-        [5],
-    )
-    with PackedReplayStorage(10, n_step=3, gamma=0.5) as storage:
-        storage.append(data)
-        got = get_all(storage)
-    assert got["next", "reward"].flatten().tolist() == [3.0, 6.0, 8.0, 8.0, 16.0]
-    assert got["next", "observation"].flatten().tolist() == [3.0, 4.0, 4.0, 4.0, 5.0]
-    assert got["next", "done"].flatten().tolist() == [False, True, True, True, False]
-    assert got["steps_to_next_obs"].tolist() == [3, 3, 2, 1, 1]
-    assert got["gamma"].tolist() == [0.125, 0.125, 0.25, 0.5, 0.5]
-    assert got["nonterminal"].tolist() == [True, True, True, False, False]
-    assert got["next", "original_reward"].flatten().tolist() == [1.0, 2.0, 4.0, 8.0, 16.0]
-
-
-def test_n_steps_stop_at_the_write_head_and_continue_once_there_is_more():
-    rows = steps(1, 5, seed=1)
-    with PackedReplayStorage(10, n_step=3) as storage:
-        taken = []
-        for row in rows:
-            storage.add(row)
-            taken.append(get_all(storage)["steps_to_next_obs"].tolist())
-    assert taken == [[1], [2, 1], [3, 2, 1], [3, 3, 2, 1], [3, 3, 3, 2, 1]]
-
-
 def test_environments_that_look_the_same_are_not_mixed_up():
     data = torch.stack(steps(2, 4), 1)
     data["observation"].zero_()
@@ -193,8 +159,7 @@ def test_what_an_environment_masks_by_nan_is_the_same_in_the_next_row():
     rows = torch.cat([walk(1, t) for t in range(4)])
     for keys in (("observation",), ("next", "observation")):
         rows[keys] = torch.cat([rows[keys], torch.full((4, 1), float("nan"))], 1)
-    with PackedReplayStorage(100, n_step=3, non_finite="pass") as storage:
-        storage.append(rows)
+    with replay_of(rows, 100, n_step=3, non_finite="pass") as storage:
         assert get_all(storage)["steps_to_next_obs"].tolist() == [3, 3, 2, 1]
 
 
@@ -251,8 +216,7 @@ def die_while_rewriting(storage: PackedReplayStorage) -> None:
         strike_at(storage.rows, STEPS_TO_HALF_A_REWRITE, kill_self)
         rewrite(storage)
 
-    with forked(die) as child:
-        os.waitpid(child, 0)
+    assert exit_code_of(die) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("write", [rewrite, die_while_rewriting])

@@ -50,8 +50,7 @@ def test_rows_are_drawn_as_often_as_their_priority_says(over, storage):
 
 
 def test_priorities_follow_the_sample_that_was_learnt_from(storage):
-    buffer = prioritized_buffer(storage, count=2)
-    buffer.extend(numbered_rows(8))
+    buffer = prioritized_buffer(storage, count=2, rows=8)
     sample = buffer.sample()
     sample["td_error"] = torch.tensor([5.0, 5.0])
     buffer.update_tensordict_priority(sample)
@@ -60,8 +59,7 @@ def test_priorities_follow_the_sample_that_was_learnt_from(storage):
 
 
 def test_rows_of_others_have_the_highest_priority_so_far(storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(8))
+    buffer = prioritized_buffer(storage, rows=8)
     buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
     buffer.sample()
     written_by_others(storage, numbered_rows(4, first=8))
@@ -70,8 +68,7 @@ def test_rows_of_others_have_the_highest_priority_so_far(storage):
 
 
 def test_rows_that_others_overwrite_lose_their_priority(storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(CAPACITY))
+    buffer = prioritized_buffer(storage, rows=CAPACITY)
     buffer.update_priority(torch.arange(CAPACITY), torch.tensor([2.0, 9.0] + [1.0] * 14))
     buffer.sample()
     written_by_others(storage, numbered_rows(1, first=CAPACITY))
@@ -80,8 +77,7 @@ def test_rows_that_others_overwrite_lose_their_priority(storage):
 
 
 def test_a_highest_priority_that_others_overwrite_is_one_no_more(storage):
-    buffer = prioritized_buffer(storage, max_priority_within_buffer=True)
-    buffer.extend(numbered_rows(CAPACITY))
+    buffer = prioritized_buffer(storage, max_priority_within_buffer=True, rows=CAPACITY)
     buffer.update_priority(torch.arange(CAPACITY), torch.tensor([9.0] + [0.5] * 15))
     for _ in range(2):
         written_by_others(storage, numbered_rows(1))
@@ -90,22 +86,11 @@ def test_a_highest_priority_that_others_overwrite_is_one_no_more(storage):
 
 
 def test_rows_of_others_keep_the_priority_that_they_were_given(storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(2))
+    buffer = prioritized_buffer(storage, rows=2)
     index = written_by_others(storage, numbered_rows(2, first=2))
     buffer.update_priority(index[:1], torch.tensor([5.0]))
     buffer.sample()
     assert raw_priorities(buffer) == [1, 1, 5, 1]
-
-
-def test_own_rows_keep_the_priority_that_they_were_given(storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(2))
-    buffer.sample()
-    index = buffer.extend(numbered_rows(2, first=2))
-    buffer.update_priority(index, torch.tensor([0.25, 0.5]))
-    buffer.sample()
-    assert raw_priorities(buffer) == [1, 1, 0.25, 0.5]
 
 
 def test_rows_of_a_shard_that_is_ahead_are_drawn():
@@ -118,8 +103,7 @@ def test_rows_of_a_shard_that_is_ahead_are_drawn():
 
 
 def test_an_emptied_buffer_forgets_priorities(storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(8))
+    buffer = prioritized_buffer(storage, rows=8)
     buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
     buffer.empty()
     buffer.extend(numbered_rows(2))
@@ -168,8 +152,7 @@ def test_what_no_sampler_can_be_is_refused(name, bad, expected):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 def test_a_priority_that_is_none_is_refused_and_none_is_set(bad, storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(2))
+    buffer = prioritized_buffer(storage, rows=2)
     with pytest.raises(ValueError, match="cannot set priorities"):
         buffer.update_priority(torch.arange(2), torch.tensor([3.0, bad]))
     assert raw_priorities(buffer) == [1, 1]
@@ -181,8 +164,7 @@ def test_an_empty_buffer_says_so(storage):
 
 
 def test_priorities_of_rows_that_are_gone_are_left_out(storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(8))
+    buffer = prioritized_buffer(storage, rows=8)
     buffer.empty()
     buffer.extend(numbered_rows(2, first=100))
     buffer.update_priority(torch.arange(8), torch.full((8,), 5.0))
@@ -233,8 +215,7 @@ def test_priorities_of_rows_that_another_process_emptied_are_left_out(writers):
 
 
 def test_rows_that_are_gone_before_they_are_drawn_are_not_there_to_draw(storage, monkeypatch):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(8))
+    buffer = prioritized_buffer(storage, rows=8)
     buffer.sample()
     length = PackedReplayStorage.__len__
 
@@ -253,8 +234,7 @@ def test_rows_that_are_gone_before_they_are_drawn_are_not_there_to_draw(storage,
 
 
 def test_while_all_rows_are_replaced_none_is_new(storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(8))
+    buffer = prioritized_buffer(storage, rows=8)
     rows = storage.rows
     rows.all_locked(lambda: rows._replace(lambda: buffer.mark_update(torch.arange(8))))
     written_by_others(storage, numbered_rows(1))
@@ -274,8 +254,7 @@ def test_a_tensor_of_priorities_may_be_used_again(storage):
 
 def test_rows_that_a_stock_storage_has_no_longer_are_not_drawn():
     stock = LazyTensorStorage(CAPACITY)
-    buffer = prioritized_buffer(stock, count=64)
-    buffer.extend(numbered_rows(4))
+    buffer = prioritized_buffer(stock, count=64, rows=4)
     few = stock.state_dict()
     buffer.extend(numbered_rows(8, first=4))
     buffer.update_priority(torch.arange(12), torch.arange(1.0, 13.0))
@@ -295,8 +274,7 @@ def test_a_sampler_that_inference_mode_made_or_emptied_is_one_like_any_other(sto
 
 
 def test_priorities_of_float64_keep_their_range_and_powers_that_are_none_are_refused(storage):
-    buffer = prioritized_buffer(storage, dtype=torch.float64)
-    buffer.extend(numbered_rows(2))
+    buffer = prioritized_buffer(storage, dtype=torch.float64, rows=2)
     buffer.update_priority(torch.arange(2), torch.tensor([1e39, 1e39], dtype=torch.float64))
     buffer.extend(numbered_rows(1))
     assert float(buffer.sampler._sum_tree.values[2]) == pytest.approx(1e39**ALPHA)
@@ -307,16 +285,14 @@ def test_priorities_of_float64_keep_their_range_and_powers_that_are_none_are_ref
 
 @pytest.mark.parametrize("zeros", [1, 4])
 def test_priorities_of_0_are_refused_without_an_eps_and_none_is_set(zeros, storage):
-    buffer = prioritized_buffer(storage, eps=0.0)
-    buffer.extend(numbered_rows(4))
+    buffer = prioritized_buffer(storage, eps=0.0, rows=4)
     with pytest.raises(ConfigError, match=r"0.0 is the least one.*an eps above 0"):
         buffer.update_priority(torch.arange(4), torch.tensor([0.0] * zeros + [2.0] * (4 - zeros)))
     assert raw_priorities(buffer) == [1, 1, 1, 1]
 
 
 def test_as_many_priorities_as_rows_are_asked_for(storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(4))
+    buffer = prioritized_buffer(storage, rows=4)
     with pytest.raises(LayoutShapeError, match="3 of 4 rows"):
         buffer.update_priority(torch.arange(4), torch.ones(3))
     buffer.update_priority(torch.arange(0), torch.ones(0))
@@ -337,16 +313,14 @@ def test_as_many_priorities_as_rows_are_asked_for(storage):
     ids=["mask", "array", "bytes", "slice", "list", "column"],
 )
 def test_priorities_are_set_where_an_index_says(index, storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(4))
+    buffer = prioritized_buffer(storage, rows=4)
     buffer.update_priority(index, torch.tensor([5.0, 6.0]))
     assert raw_priorities(buffer) == [5, 1, 6, 1]
 
 
 @pytest.mark.parametrize("index", [1, np.int64(1), np.array(1), torch.tensor(1)])
 def test_a_priority_is_set_of_one_row(index, storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(4))
+    buffer = prioritized_buffer(storage, rows=4)
     buffer.update_priority(index, 5.0)
     assert raw_priorities(buffer) == [1, 5, 1, 1]
 
@@ -357,8 +331,7 @@ def test_a_priority_is_set_of_one_row(index, storage):
     ids=str,
 )
 def test_positions_that_are_none_are_refused_and_no_priority_is_set(index, storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(4))
+    buffer = prioritized_buffer(storage, rows=4)
     with pytest.raises(IndexError, match="expected"):
         buffer.update_priority(index, 5.0)
     assert raw_priorities(buffer) == [1, 1, 1, 1]
@@ -442,8 +415,7 @@ def test_rows_of_a_stock_checkpoint_are_not_new_when_its_writer_continues(writer
 
 
 def test_rows_that_are_written_in_place_get_the_highest_priority_too(storage):
-    buffer = prioritized_buffer(storage, writer=RoundRobinWriter())
-    buffer.extend(numbered_rows(CAPACITY))
+    buffer = prioritized_buffer(storage, writer=RoundRobinWriter(), rows=CAPACITY)
     buffer.update_priority(torch.arange(CAPACITY), torch.tensor([5.0] + [0.5] * (CAPACITY - 1)))
     storage.set(torch.tensor([7]), numbered_rows(1), set_cursor=False)
     buffer.mark_update(torch.tensor([7]))

@@ -28,8 +28,7 @@ def storage():
 
 
 def test_a_restored_buffer_draws_by_the_priorities_that_were_saved(storage, tmp_path):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(8))
+    buffer = prioritized_buffer(storage, rows=8)
     buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
     buffer.dumps(tmp_path / "files")
     saved = buffer.state_dict()
@@ -48,8 +47,7 @@ def test_a_restored_buffer_draws_by_the_priorities_that_were_saved(storage, tmp_
 
 @pytest.mark.parametrize("to_disk", [False, True])
 def test_a_buffer_that_is_set_back_draws_by_the_priorities_of_then(storage, to_disk, tmp_path):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(8))
+    buffer = prioritized_buffer(storage, rows=8)
     buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
     buffer.sample()
     expected, saved = raw_priorities(buffer), buffer.state_dict()
@@ -65,8 +63,7 @@ def test_a_buffer_that_is_set_back_draws_by_the_priorities_of_then(storage, to_d
 
 @pytest.mark.parametrize("within", [False, True])
 def test_rows_that_a_checkpoint_left_out_are_not_drawn(within, storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(CAPACITY))
+    buffer = prioritized_buffer(storage, rows=CAPACITY)
     buffer.update_priority(torch.arange(CAPACITY), torch.tensor([9.0] * 5 + [2.0] * 11))
     saved = buffer.state_dict()
     saved["_storage"]["header"]["floors"][0] += 5  # overwritten before they were copied
@@ -81,8 +78,7 @@ def test_rows_that_a_checkpoint_left_out_are_not_drawn(within, storage):
 
 @pytest.mark.parametrize("way", ["state", "sampler"])
 def test_priorities_of_a_fuller_buffer_are_taken_for_the_rows_that_there_are(way, storage):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(CAPACITY))
+    buffer = prioritized_buffer(storage, rows=CAPACITY)
     buffer.update_priority(torch.arange(CAPACITY), torch.full((CAPACITY,), 2.0))
     buffer.sample()
     with PackedReplayStorage(CAPACITY, example=numbered_rows(1)[0]) as again:
@@ -166,8 +162,7 @@ def test_files_go_both_ways_between_it_and_a_stock_sampler(writes, reads, tmp_pa
 
 @pytest.mark.parametrize("times", [2, 3])
 def test_files_are_loaded_as_often_as_one_likes(times, storage, tmp_path):
-    buffer = prioritized_buffer(storage)
-    buffer.extend(numbered_rows(2))
+    buffer = prioritized_buffer(storage, rows=2)
     buffer.update_priority(torch.arange(2), torch.tensor([1.0, 3.0]))
     buffer.dumps(tmp_path)
     with PackedReplayStorage(CAPACITY, example=numbered_rows(1)[0]) as again:
@@ -182,8 +177,7 @@ def test_a_sampler_that_knows_no_highest_priority_is_saved_and_loaded(storage, t
     other = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA)
     other.update_priority(torch.arange(2), torch.tensor([1.0, 3.0]))
     fresh = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA)
-    overwritten = prioritized_buffer(storage, max_priority_within_buffer=True)
-    overwritten.extend(numbered_rows(4))
+    overwritten = prioritized_buffer(storage, max_priority_within_buffer=True, rows=4)
     for name, sampler in ("fresh", fresh), ("overwritten", overwritten.sampler):
         sampler.dumps(tmp_path / name)
         other.loads(tmp_path / name)

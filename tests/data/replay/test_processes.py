@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-from multiprocessing.context import get_spawning_popen
 
 import psutil
 import pytest
@@ -85,16 +84,6 @@ def test_no_row_is_mixed_and_without_the_check_some_are(writers):
 @pytest.mark.parametrize("writers", [1, 2])
 def test_no_row_is_mixed_in_ten_million(writers):
     assert sample_while_written(10_000_000, 0, writers)[0] == 0
-
-
-def test_a_storage_that_knows_no_rows_is_not_shared(monkeypatch):
-    with (
-        PackedReplayStorage(100) as storage,
-        pytest.raises(RuntimeError, match=r"cannot share .*0 of 100 .*example or a spec"),
-        spawned(extend_and_tell, storage, 0, 10),
-    ):
-        pass
-    assert get_spawning_popen() is None
 
 
 @pytest.mark.parametrize(("packed", "writers"), [(True, 1), (True, 2), (True, 3), (False, 1)])

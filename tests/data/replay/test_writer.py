@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.support.transitions import stamped, transitions
+from tests.support.transitions import replay_of, stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.shm.rows import SharedRows
 
@@ -35,8 +35,7 @@ def test_a_stock_writers_cursor_counts_once_all_positions_are_written():
 
 @pytest.mark.parametrize("other", [(7,), (1, 2)])
 def test_rows_since_a_count_of_another_replay_are_all_of_them(other):
-    with PackedReplayStorage(8) as storage:
-        storage.append(transitions(3))
+    with replay_of(transitions(3), 8) as storage:
         rows, counted = storage.read_since(other)
         assert (len(rows), counted) == (3, (3,))
         assert torch.equal(rows["action"], transitions(3)["action"])
@@ -47,8 +46,7 @@ def test_rows_since_a_count_of_another_replay_are_all_of_them(other):
 def test_a_row_that_is_not_finite_is_counted_once_whatever_way_it_is_written(way):
     rows = transitions(4)
     rows["next", "reward"][1] = torch.nan
-    with PackedReplayStorage(8, non_finite="count") as storage:
-        storage.append(transitions(4))
+    with replay_of(transitions(4), 8, non_finite="count") as storage:
         if way == "loaded":
             storage.load_rows(rows)
         else:
@@ -78,8 +76,7 @@ def test_rows_that_are_overwritten_while_they_are_read_come_once_with_the_next_c
         storage.append(stamped(torch.arange(8, 11)))
         read_at(*arguments)
 
-    with PackedReplayStorage(8 * writers, writers=writers) as storage:
-        storage.append(stamped(torch.arange(8)))
+    with replay_of(stamped(torch.arange(8)), 8 * writers, writers=writers) as storage:
         monkeypatch.setattr(SharedRows, "read_at", late)
         rows, counted = storage.read_since(())
         assert rows["count"][:, 0].tolist() == [3, 4, 5, 6, 7]

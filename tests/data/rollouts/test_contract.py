@@ -208,17 +208,6 @@ def test_a_spawned_process_extends_the_same_buffer():
     mine.storage.close()
 
 
-def test_a_position_is_contained_as_in_any_storage(compare):
-    def script(buffer):
-        buffer.extend(stack(1, 2))
-        storage = buffer.storage
-        return [i in storage for i in (-3, -2, 1, 2)], storage.contains(
-            torch.tensor([1, 2])
-        ).tolist()
-
-    assert compare(script) == ([False, True, True, False], [True, False])
-
-
 @pytest.mark.parametrize(
     "index",
     [
