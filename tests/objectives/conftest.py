@@ -9,15 +9,6 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread: tests run side by side, and their tensors are small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def double_precision() -> Iterator[None]:
     """Make float64 the default dtype, so that equations hold to many digits."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pytest
@@ -12,7 +11,6 @@ from torchrl.objectives.value.functional import (
     vtrace_advantage_estimate,
 )
 
-from tests.support import appo
 from torchrl_unilab.errors import LayoutDtypeError, LayoutShapeError
 from torchrl_unilab.objectives import timeout_bootstrap, vtrace
 
@@ -40,35 +38,6 @@ def _inputs(seed: int, off_policy: float) -> dict[str, torch.Tensor]:
         "done_t": done,
         "terminated_t": done & (torch.rand(batch, time, generator=generator) < 0.5),
     }
-
-
-def test_two_steps_computed_by_hand():
-    row = torch.tensor
-    targets, advantages = vtrace(
-        row([[math.log(2.0), math.log(0.5)]]),
-        v_tm1=row([[1.0, 2.0]]),
-        v_t=row([[2.0, 4.0]]),
-        r_t=row([[1.0, 1.0]]),
-        done_t=row([[False, False]]),
-        terminated_t=row([[False, False]]),
-        gamma=0.5,
-    )
-    # delta_1 = 0.5 (1 + 0.5*4 - 2) = 0.5       v_1 = 2.5
-    # delta_0 = 1.0 (1 + 0.5*2 - 1) = 1.0       v_0 = 1 + 1 + 0.5*1*0.5 = 2.25
-    # A_1 = 0.5 (1 + 0.5*4 - 2) = 0.5           A_0 = 1.0 (1 + 0.5*2.5 - 1) = 1.25
-    assert targets.tolist() == [[2.25, 2.5]]
-    assert advantages.tolist() == [[1.25, 0.5]]
-
-
-@pytest.mark.parametrize(("terminated", "target"), [(True, 1.0), (False, 1.0 + 0.5 * 4.0)])
-def test_a_time_limit_bootstraps_from_the_final_observation_and_a_terminal_state_never(
-    terminated, target
-):
-    one = torch.ones(1, 1)
-    targets, _ = vtrace(
-        0 * one, one, 4 * one, one, one.bool(), torch.full((1, 1), terminated), gamma=0.5
-    )
-    assert targets.item() == target
 
 
 @pytest.mark.parametrize(
@@ -156,22 +125,6 @@ def test_targets_and_advantages_have_no_gradient(name):
     inputs = _inputs(0, 1.0)
     inputs[name].requires_grad_()
     assert not any(tensor.requires_grad for tensor in vtrace(**inputs, gamma=0.9))
-
-
-def test_appos_loss_passes_each_of_its_settings_on(monkeypatch):
-    given = {"gamma": 0.9, "lambda_": 0.8, "rho_bar": 1.3, "c_bar": 0.7}
-    loss, seen = appo.make_loss(**given), {}
-    pool, flag = appo.make_pool(loss, 6).reshape(2, 3), torch.zeros(2, 3, 1, dtype=torch.bool)
-    signals = {"reward": torch.ones(2, 3, 1), "done": flag, "terminated": flag}
-    pool["next"] = {"observation": pool["observation"], **signals}
-
-    def recorded(*tensors: torch.Tensor, **settings: float) -> tuple[torch.Tensor, ...]:
-        seen.update(settings)
-        return vtrace(*tensors, **settings)
-
-    monkeypatch.setattr("torchrl_unilab.objectives.appo.vtrace", recorded)
-    loss.estimate(pool)
-    assert seen == given
 
 
 def _ending(v_t: torch.Tensor, done: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -39,12 +39,15 @@ def _values(state: State, name: str, observation: torch.Tensor, action: torch.Te
     return mlp(state, f"{name}.net.", torch.cat([observation, action], -1)).squeeze(-1)
 
 
-def _loss_qvalue(state: State, batch: TensorDictBase, next_value: torch.Tensor, gamma: float):
+def _of_critics(state: State, batch: TensorDictBase, next_value: torch.Tensor, gamma: float):
+    """The critics' loss, and the means of what they say and of how far it is from its target."""
     after = batch["next"]
     bootstrap = gamma * ~after["terminated"].squeeze(-1) * next_value
     target = after["reward"].squeeze(-1) + bootstrap
     values = _values(state, "qvalue_network_params", batch["observation"], batch["action"])
-    return (values - target).square().mean(1).sum()
+    error = values - target
+    loss = error.square().mean(1).sum()
+    return {"loss_qvalue": loss, "q_value": values.mean(), "td_error": error.abs().mean()}
 
 
 def td3(
@@ -70,10 +73,7 @@ def td3(
     next_value = _values(state, "target_qvalue_network_params", after, action).amin(0)
     now = act("actor_network_params", batch["observation"])
     judged = _values(state, "qvalue_network_params", batch["observation"], now)
-    return {
-        "loss_qvalue": _loss_qvalue(state, batch, next_value, gamma),
-        "loss_actor": -judged[0].mean(),
-    }
+    return {**_of_critics(state, batch, next_value, gamma), "loss_actor": -judged[0].mean()}
 
 
 def sac(
@@ -111,7 +111,7 @@ def sac(
     judged = _values(state, "qvalue_network_params", batch["observation"], action).amin(0)
     excess = -log_p.mean() + noise.shape[-1]  # of the entropy over its target
     return {
-        "loss_qvalue": _loss_qvalue(state, batch, next_value, gamma),
+        **_of_critics(state, batch, next_value, gamma),
         "loss_actor": (alpha * (log_p - volume) - judged).mean(),
         "loss_alpha": state["log_alpha"] * excess,
         "alpha": alpha,

@@ -67,6 +67,12 @@ def appo_trainer(rollouts: int = 5, *, inline: bool = True, **settings: object) 
     )
 
 
+def trainer_of(collector: object, loss: APPOLoss, **settings: object) -> APPOTrainer:
+    """A trainer of a collector and a loss that are made already, for one rollout if not said."""
+    quick = {"total_frames": FRAMES, "config": APPOConfig(**QUICK), "progress_bar": False}
+    return APPOTrainer(collector=collector, loss_module=loss, **{**quick, **settings})
+
+
 def parameters_of(trainer: APPOTrainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.loss_module.named_parameters()}
 

@@ -19,6 +19,7 @@ from tests.support.training import (
     create_pendulum,
     parameters_of,
     pendulum_rollouts,
+    trainer_of,
 )
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
@@ -48,13 +49,7 @@ def test_a_target_that_no_step_has_moved_begins_where_a_network_is_that_was_load
         for parameter in loss.actor_network.parameters():
             parameter.add_(0.3)
 
-    APPOTrainer(
-        collector=before.collector,
-        loss_module=loss,
-        total_frames=FRAMES,
-        config=before.config,
-        progress_bar=False,
-    )
+    trainer_of(before.collector, loss, config=before.config)
 
     before.collector.shutdown()
     networks = loss.actor_network, loss.target_actor_network
@@ -152,13 +147,7 @@ def test_a_collector_that_acts_by_another_policy_is_logged(same, monkeypatch):
     loss = appo_loss(APPOConfig(**QUICK), ObservationNormalizer(4))
     actor = loss.actor_network if same else make_actor(4, 1)
     with APPOCollector(create_pendulum, actor, frames_per_batch=FRAMES, inline=True) as collector:
-        APPOTrainer(
-            collector=collector,
-            loss_module=loss,
-            total_frames=FRAMES,
-            config=APPOConfig(**QUICK),
-            progress_bar=False,
-        )
+        trainer_of(collector, loss)
     assert told == [] if same else "APPOTrainer: the collector's policy has no parameter" in told[0]
 
 
@@ -281,14 +270,8 @@ def test_torchrls_own_collector_will_do():
         total_frames=-1,
         auto_register_policy_transforms=False,
     )
-    trainer = APPOTrainer(
-        collector=collector,
-        loss_module=loss,
-        total_frames=5 * FRAMES,
-        config=APPOConfig(**QUICK),
-        normalizers={"observation": loss.actor_network[0].normalizer},
-        progress_bar=False,
-    )
+    normalizers = {"observation": loss.actor_network[0].normalizer}
+    trainer = trainer_of(collector, loss, total_frames=5 * FRAMES, normalizers=normalizers)
     before = parameters_of(trainer)
     trainer.train()
     assert isinstance(trainer.returns, EpisodeReturns)
@@ -355,18 +338,9 @@ class _Auxiliary(APPOLoss):
 
 
 def _auxiliary_trainer() -> APPOTrainer:
-    config = APPOConfig(**QUICK)
     loss = _Auxiliary(make_actor(4, 1), make_critic(4))
-    collector = APPOCollector(
-        create_pendulum, loss.actor_network, frames_per_batch=FRAMES, inline=True
-    )
-    return APPOTrainer(
-        collector=collector,
-        loss_module=loss,
-        total_frames=FRAMES,
-        config=config,
-        progress_bar=False,
-    )
+    settings = {"frames_per_batch": FRAMES, "inline": True}
+    return trainer_of(APPOCollector(create_pendulum, loss.actor_network, **settings), loss)
 
 
 def test_a_further_loss_of_a_subclass_is_learnt_by_from_the_keys_that_it_reads():

@@ -14,14 +14,14 @@ from torchrl.trainers import LRSchedulerHook, RewardNormalizer, UpdateWeights, V
 
 from tests.support.training import (
     FRAMES,
-    QUICK,
     appo_trainer,
     assert_equal,
     parameters_of,
     pendulum_rollouts,
+    trainer_of,
 )
 from torchrl_unilab.errors import ConfigError, DivergedError
-from torchrl_unilab.trainers import APPOConfig, APPOTrainer
+from torchrl_unilab.trainers import APPOTrainer
 
 
 def _calls(trainer: APPOTrainer, *names: str) -> dict[str, list]:
@@ -161,13 +161,7 @@ def test_of_two_trainers_of_one_loss_the_first_is_refused(seeing):
     trainer = appo_trainer()
     if seeing:
         trainer.register_op("process_optim_batch", lambda td: td)
-    other = APPOTrainer(
-        collector=trainer.collector,
-        loss_module=trainer.loss_module,
-        total_frames=FRAMES,
-        config=APPOConfig(**QUICK),
-        progress_bar=False,
-    )
+    other = trainer_of(trainer.collector, trainer.loss_module)
     [batch] = pendulum_rollouts(1)
     with trainer.collector, pytest.raises(ConfigError, match="its memory has moved"):
         trainer.optim_steps(batch)

@@ -13,7 +13,7 @@ from torchrl.checkpoint import Checkpoint
 from torchrl.trainers import Trainer, UpdateWeights, UTDRHook
 
 from tests.support.off_policy_training import off_policy_trainer
-from tests.support.training import QUICK, appo_loss, appo_trainer
+from tests.support.training import QUICK, appo_loss, appo_trainer, trainer_of
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.hydra import factories
@@ -172,14 +172,8 @@ def test_the_end_is_saved_though_no_checkpoint_is_due(make, batches, tmp_path):
 
 def test_a_policy_without_parameters_is_not_taken_for_another_than_the_losses(monkeypatch):
     monkeypatch.setattr(base.torchrl_logger, "warning", warned := Mock())
-    config = APPOConfig(**QUICK)
-    APPOTrainer(
-        collector=Mock(APPOCollector, policy=nn.Identity()),
-        loss_module=appo_loss(config, ObservationNormalizer(4)),
-        total_frames=1,
-        config=config,
-        progress_bar=False,
-    )
+    loss = appo_loss(APPOConfig(**QUICK), ObservationNormalizer(4))
+    trainer_of(Mock(APPOCollector, policy=nn.Identity()), loss)
     assert not warned.called
 
 

@@ -42,6 +42,14 @@ def _collect(evaluation: BackgroundEvaluation, trainer: Mock, frames: int) -> No
     evaluation()
 
 
+@contextlib.contextmanager
+def _evaluating(*arguments: Any, **settings: Any) -> Iterator[BackgroundEvaluation]:
+    """An evaluation in the background, with a trainer of its own."""
+    with contextlib.closing(BackgroundEvaluation(*arguments, **settings)) as background:
+        background.register(_trainer())
+        yield background
+
+
 @pytest.fixture(scope="module")
 def policy() -> torch.nn.Module:
     return make_actor(4, 1)
@@ -167,18 +175,13 @@ def _endless_env() -> MujocoBatchEnv:
 
 
 def test_a_process_that_dies_fails_the_next_batch(policy, transport):
-    background = BackgroundEvaluation(_endless_env, policy, transport, interval=100)
-    try:
-        trainer = _trainer()
-        background.register(trainer)
-        _collect(background, trainer, 100)
+    with _evaluating(_endless_env, policy, transport, interval=100) as background:
+        _collect(background, background._trainer, 100)
         (worker,) = background._process._workers
         worker.process.kill()
         worker.process.join()
         with pytest.raises(WorkerError, match=r"evaluation 0, process \d+, was ended by SIGKILL"):
-            _collect(background, trainer, 200)
-    finally:
-        background.close()
+            _collect(background, background._trainer, 200)
     assert background.pids == []
 
 
@@ -194,14 +197,10 @@ def _lonely_env() -> MujocoBatchEnv:
 
 
 def test_an_environment_that_loses_a_peer_of_its_own_fails_with_its_words(policy, transport):
-    background = BackgroundEvaluation(_lonely_env, policy, transport, interval=100)
-    try:
-        background.register(_trainer())
+    with _evaluating(_lonely_env, policy, transport, interval=100) as background:
         _collect(background, background._trainer, 100)
         with pytest.raises(WorkerError, match=r"(?s)evaluation 0, .*failed:\n.*simulator is gone"):
             background.finish()
-    finally:
-        background.close()
 
 
 def test_an_interval_of_no_frames_is_refused_before_a_process_starts(policy, transport):
@@ -212,15 +211,10 @@ def test_an_interval_of_no_frames_is_refused_before_a_process_starts(policy, tra
 def test_an_evaluation_is_filmed_each_so_many_frames(policy, transport, tmp_path):
     stage = partial(MujocoBatchEnv, "InvertedPendulum-v5", 1, num_threads=1, max_episode_steps=3)
     videos = Videos(stage, tmp_path / "videos", interval=200)
-    trainer = _trainer()
-    evaluation = BackgroundEvaluation(make_env, policy, transport, interval=100, videos=videos)
-    try:
-        evaluation.register(trainer)
+    with _evaluating(make_env, policy, transport, interval=100, videos=videos) as evaluation:
         for frames in (100, 200, 300, 400):
-            _collect(evaluation, trainer, frames)
+            _collect(evaluation, evaluation._trainer, frames)
             evaluation.finish()
-    finally:
-        evaluation.close()
     names = sorted(path.name for path in videos.directory.iterdir())
     assert names == ["frames-000000000200.mp4", "frames-000000000400.mp4"]
     frames, _ = read_video(videos.directory / names[0])
@@ -263,14 +257,12 @@ def test_it_is_filmed_without_exploration_and_as_its_seed_says(monkeypatch, tmp_
 def test_an_episode_that_nothing_ends_is_cut():
     endless = partial(MujocoBatchEnv, "HalfCheetah-v5", 2, num_threads=1, max_episode_steps=10**6)
     cheetah = make_actor(17, 6)
-    with contextlib.closing(UniLabShmTransport.from_state_dict(cheetah)) as published:
-        background = BackgroundEvaluation(endless, cheetah, published, interval=1, max_steps=7)
-        try:
-            background.register(_trainer())
-            _collect(background, background._trainer, 1)
-            background.finish()
-        finally:
-            background.close()
+    with (
+        contextlib.closing(UniLabShmTransport.from_state_dict(cheetah)) as published,
+        _evaluating(endless, cheetah, published, interval=1, max_steps=7) as background,
+    ):
+        _collect(background, background._trainer, 1)
+        background.finish()
     assert [one.mean_length for one in background.evaluations] == [7.0]
 
 
@@ -281,18 +273,16 @@ def test_it_ends_with_the_learner_in_the_midst_of_an_episode(filmed, tmp_path):
     stage = partial(endless, render_width=64, render_height=64)
     videos = Videos(stage, tmp_path, interval=1) if filmed else None
     settings = {"interval": 1, "max_steps": steps, "videos": videos}
-    with contextlib.closing(UniLabShmTransport.from_state_dict(cheetah)) as published:
-        background = BackgroundEvaluation(endless, cheetah, published, **settings)
-        try:
-            background.register(_trainer())
-            _collect(background, background._trainer, 1)
-            (worker,) = background._process._workers
-            wait_for(lambda: not filmed or any(tmp_path.glob("*.part")))
-            worker.channel.close()  # as when the learner is killed
-            worker.process.join(DEADLINE)
-            assert worker.process.exitcode == 0
-        finally:
-            background.close()
+    with (
+        contextlib.closing(UniLabShmTransport.from_state_dict(cheetah)) as published,
+        _evaluating(endless, cheetah, published, **settings) as background,
+    ):
+        _collect(background, background._trainer, 1)
+        (worker,) = background._process._workers
+        wait_for(lambda: not filmed or any(tmp_path.glob("*.part")))
+        worker.channel.close()  # as when the learner is killed
+        worker.process.join(DEADLINE)
+        assert worker.process.exitcode == 0
 
 
 @pytest.mark.parametrize("episodes", [1, 2, 5])

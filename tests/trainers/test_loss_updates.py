@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -92,12 +93,13 @@ def _step(update, batch: TensorDictBase, seed: int) -> dict[str, torch.Tensor]:
 
 
 def _assert_statistics(
-    observed: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+    observed: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], fused: bool = True
 ) -> None:
     for name, number in expected.items():
-        torch.testing.assert_close(
-            observed[name].double(), number.double(), rtol=1e-7, atol=1e-7, msg=name
-        )
+        if fused or name not in ("q_value", "td_error"):  # which TorchRL's losses do not say
+            torch.testing.assert_close(
+                observed[name].double(), number.double(), rtol=1e-7, atol=1e-7, msg=name
+            )
 
 
 @NORMALIZED
@@ -118,7 +120,7 @@ def test_td3_has_the_losses_of_the_reference(fused, normalized):
         target_noise=0.4,
         target_noise_clip=0.5,
     )
-    _assert_statistics(_step(update, batch, seed=3), expected)
+    _assert_statistics(_step(update, batch, seed=3), expected, fused)
 
 
 @NORMALIZED
@@ -135,14 +137,16 @@ def test_sac_has_the_losses_of_the_reference(fused, normalized):
         high=HIGH.double(),
         gamma=0.99,
     )
-    _assert_statistics(_step(update, batch, seed=3), expected)
+    _assert_statistics(_step(update, batch, seed=3), expected, fused)
 
 
 @NORMALIZED
 @FUSED
 def test_appo_has_the_losses_of_the_reference(fused, normalized):
     torch.manual_seed(0)
-    config = APPOConfig(hidden=(16, 16), value_clip=0.2, entropy_coeff=0.01, clip_epsilon=0.1)
+    settings = {"gamma": 0.9, "lambda_": 0.8, "rho_bar": 1.3, "c_bar": 0.7}
+    settings |= {"clip_epsilon": 0.1, "critic_coeff": 0.7}
+    config = APPOConfig(hidden=(16, 16), value_clip=0.2, entropy_coeff=0.01, **settings)
     learner = build_learner(_env(), config)
     loss = learner.loss
     if not normalized:
@@ -157,16 +161,8 @@ def test_appo_has_the_losses_of_the_reference(fused, normalized):
         log_b = loss.actor_network.get_dist(batch).log_prob(batch["action"])
     batch["action_log_prob"] = log_b + 0.3 * torch.randn(8, 6)
     state = {key: value for key, value in loss.state_dict().items() if "extra" not in key}
-    expected = reference.appo(
-        {key: value.clone() for key, value in state.items()},
-        _normalized(batch, learner),
-        gamma=0.99,
-        lambda_=0.95,
-        clip_epsilon=0.1,
-        critic_coeff=1.0,
-        rho_bar=1.0,
-        c_bar=1.0,
-    )
+    state = {key: value.clone() for key, value in state.items()}
+    expected = reference.appo(state, _normalized(batch, learner), **settings)
     pool = loss.estimate(batch).reshape(-1)
 
     if fused:
@@ -341,28 +337,10 @@ def test_a_loss_named_loss_alone_is_learnt_by():
     assert update.statistics == ("loss",)
 
 
-def test_a_loss_that_gives_no_number_is_refused_with_what_it_gives():
-    networks = build_learner(_env(), OffPolicyConfig("td3", hidden=())).loss
-    loss = DDPGLoss(networks.actor_network, networks.qvalue_network, reduction="none")
-    loss.make_value_estimator(gamma=0.99)
-
-    with pytest.raises(ConfigError, match=r"DDPGLoss gives .*'loss_actor': .*reduction='mean'"):
-        make_update(loss, OffPolicyConfig("td3")).step(make_transitions(ROWS, OBS, ACT))
-
-
 class _UnreducedLoss(DDPGLoss):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         losses = super().forward(tensordict)
         return losses.set("loss_regular", tensordict["action"].square().sum(-1))
-
-
-def test_a_loss_of_a_number_per_row_is_refused_beside_others_that_are_numbers():
-    networks = build_learner(_env(), OffPolicyConfig("td3", hidden=())).loss
-    loss = _UnreducedLoss(networks.actor_network, networks.qvalue_network)
-    loss.make_value_estimator(gamma=0.99)
-
-    with pytest.raises(ConfigError, match=rf"gives .*'loss_regular': \({ROWS},\).*'mean'"):
-        make_update(loss, OffPolicyConfig("td3")).step(make_transitions(ROWS, OBS, ACT))
 
 
 class _PlainLoss(DDPGLoss):
@@ -370,12 +348,21 @@ class _PlainLoss(DDPGLoss):
         return super().forward(tensordict)["loss_actor"]
 
 
-def test_a_loss_that_gives_a_plain_tensor_is_refused_by_name():
+@pytest.mark.parametrize(
+    ("loss_of", "message"),
+    [
+        (partial(DDPGLoss, reduction="none"), r"DDPGLoss gives .*'loss_actor': .*reduction='mean'"),
+        (_UnreducedLoss, rf"gives .*'loss_regular': \({ROWS},\).*'mean'"),
+        (_PlainLoss, r"_PlainLoss gives Tensor \(expected a TensorDict"),
+    ],
+    ids=["a number per row", "one loss per row beside numbers", "a plain tensor"],
+)
+def test_a_loss_that_gives_anything_but_numbers_is_refused_with_what_it_gives(loss_of, message):
     networks = build_learner(_env(), OffPolicyConfig("td3", hidden=())).loss
-    loss = _PlainLoss(networks.actor_network, networks.qvalue_network)
+    loss = loss_of(networks.actor_network, networks.qvalue_network)
     loss.make_value_estimator(gamma=0.99)
 
-    with pytest.raises(ConfigError, match=r"_PlainLoss gives Tensor \(expected a TensorDict"):
+    with pytest.raises(ConfigError, match=message):
         make_update(loss, OffPolicyConfig("td3")).step(make_transitions(ROWS, OBS, ACT))
 
 

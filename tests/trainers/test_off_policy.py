@@ -72,6 +72,21 @@ def _learner_and_row(config: OffPolicyConfig) -> tuple[Learner, TensorDictBase]:
         return build_off_policy(env, config), row
 
 
+def _trainer(
+    collector: object, learner: Learner, storage: PackedReplayStorage, **settings: object
+) -> OffPolicyTrainer:
+    """A trainer that keeps what another collector yields."""
+    settings = {"total_frames": 80, "config": OffPolicyConfig(**QUICK), **settings}
+    return OffPolicyTrainer(
+        collector=collector,
+        loss_module=learner.loss,
+        normalizers=learner.normalizers,
+        storage=storage,
+        progress_bar=False,
+        **settings,
+    )
+
+
 def test_another_collector_without_a_storage_is_refused():
     config = OffPolicyConfig(**QUICK)
     with pytest.raises(ConfigError, match=r"storage: none, with Mock \(expected one"):
@@ -85,17 +100,10 @@ def test_what_another_collector_yields_is_learnt_from_in_a_replay_of_the_trainer
     learner, row = _learner_and_row(config)
     steps, batches = 4, 5
     with PackedReplayStorage(100, example=row) as storage:
-        trainer = OffPolicyTrainer(
-            collector=APPOCollector(
-                create_pendulum, learner.actor, frames_per_batch=4 * steps, inline=True, seed=0
-            ),
-            loss_module=learner.loss,
-            total_frames=batches * 4 * steps,
-            config=config,
-            normalizers=learner.normalizers,
-            storage=storage,
-            progress_bar=False,
+        collector = APPOCollector(
+            create_pendulum, learner.actor, frames_per_batch=4 * steps, inline=True, seed=0
         )
+        trainer = _trainer(collector, learner, storage, config=config)
         trainer.train()
         assert trainer.collected_frames == storage.size == batches * 4 * steps
         assert trainer.updates == (batches - 1) * QUICK["updates_per_step"]  # 32 rows first
@@ -109,24 +117,17 @@ def test_what_another_collector_yields_is_learnt_from_in_a_replay_of_the_trainer
 
 
 def test_random_frames_of_another_collector_are_in_the_replay():
-    config = OffPolicyConfig(**QUICK)
-    learner, row = _learner_and_row(config)
+    learner, row = _learner_and_row(OffPolicyConfig(**QUICK))
     with PackedReplayStorage(100, example=row) as storage:
-        trainer = OffPolicyTrainer(
-            collector=Collector(
-                create_pendulum,
-                learner.actor,
-                frames_per_batch=16,
-                total_frames=80,
-                init_random_frames=48,
-                auto_register_policy_transforms=False,
-            ),
-            loss_module=learner.loss,
+        collector = Collector(
+            create_pendulum,
+            learner.actor,
+            frames_per_batch=16,
             total_frames=80,
-            config=config,
-            storage=storage,
-            progress_bar=False,
+            init_random_frames=48,
+            auto_register_policy_transforms=False,
         )
+        trainer = _trainer(collector, learner, storage)
         trainer.train()
         trainer.close()
         assert trainer.collected_frames == storage.size == 80
@@ -143,38 +144,22 @@ def test_random_frames_of_another_collector_are_in_the_replay():
 def test_returns_of_several_steps_that_are_not_of_the_losses_reward_and_discount_are_refused(
     reward, gamma, message
 ):
-    config = OffPolicyConfig(**QUICK)
-    learner, row = _learner_and_row(config)
+    learner, row = _learner_and_row(OffPolicyConfig(**QUICK))
     learner.loss.set_keys(reward=reward)
     with (
         PackedReplayStorage(100, example=row, n_step=3, gamma=gamma) as storage,
         pytest.raises(ConfigError, match=f"replay of n_step=3: {message}"),
     ):
-        OffPolicyTrainer(
-            collector=Mock(spec=APPOCollector),
-            loss_module=learner.loss,
-            total_frames=64,
-            config=config,
-            storage=storage,
-            progress_bar=False,
-        )
+        _trainer(Mock(spec=APPOCollector), learner, storage)
 
 
 def test_rollouts_without_a_key_of_the_replays_rows_are_refused():
-    config = OffPolicyConfig(**QUICK)
-    learner, row = _learner_and_row(config)
+    learner, row = _learner_and_row(OffPolicyConfig(**QUICK))
     row.set("index", torch.tensor(0))
     with PackedReplayStorage(100, example=row) as storage:
-        trainer = OffPolicyTrainer(
-            collector=APPOCollector(
-                create_pendulum, learner.actor, frames_per_batch=16, inline=True, seed=0
-            ),
-            loss_module=learner.loss,
-            total_frames=64,
-            config=config,
-            storage=storage,
-            progress_bar=False,
-        )
+        settings = {"frames_per_batch": 16, "inline": True, "seed": 0}
+        collector = APPOCollector(create_pendulum, learner.actor, **settings)
+        trainer = _trainer(collector, learner, storage)
         with pytest.raises(LayoutKeyError, match=r"rollouts: no \['index'\] \(expected all"):
             trainer.train()
         trainer.close()
@@ -232,11 +217,6 @@ def test_known_networks_are_updated_by_the_fused_step_and_others_by_the_loss(alg
     before = {key: value.clone() for key, value in general.loss_module.state_dict().items()}
     assert not equal_states(trained(general), before)
     assert "loss_qvalue" in general._log_dict
-
-
-def test_prefetch_is_refused_where_runs_are_repeatable():
-    with pytest.raises(ConfigError, match="prefetch: True with sync_collection"):
-        OffPolicyConfig(prefetch=True, sync_collection=True)
 
 
 @pytest.mark.parametrize(("prefetch", "packer"), [(True, "thread"), (False, "inline")])

@@ -32,6 +32,7 @@ from tests.support.off_policy_training import (
     trained,
 )
 from torchrl_unilab.errors import ConfigError, DivergedError
+from torchrl_unilab.trainers import OffPolicyTrainer
 
 
 @BOTH
@@ -103,13 +104,6 @@ def test_a_schedule_of_rates_holds_unless_they_are_annealed(fused):
     annealed.close()
 
 
-def test_torchrls_hook_logs_what_minibatches_hold():
-    trainer = off_policy_trainer(20)
-    trainer.register_op("post_optim_log", LogScalar(("next", "reward"), "reward"))
-    trainer.train()
-    assert len(trainer._log_dict["reward"]) == trainer.updates
-
-
 def test_torchrls_hook_tells_the_updates_per_frame():
     trainer = off_policy_trainer(20)
     UTDRHook(trainer).register(trainer)
@@ -157,17 +151,23 @@ def test_hooks_see_the_minibatches_that_are_learnt_from_however_many_rows_there_
     assert all(map(torch.equal, seen, learnt))
 
 
-@pytest.mark.parametrize("poisoned", [2, 3])  # of the first four: the policy moves with the sixth
-def test_what_is_not_finite_before_the_policy_moves_ends_the_training_as_well(poisoned):
-    trainer = off_policy_trainer(20, updates_per_step=4, policy_frequency=6)
-    updates, version = itertools.count(), trainer.collector.scheme.version
+def _spoilt(update: int, reward: float, **settings: object) -> OffPolicyTrainer:
+    """A trainer of four updates a tick, to one of which comes a reward that is not finite."""
+    trainer, updates = off_policy_trainer(20, updates_per_step=4, **settings), itertools.count()
 
     def spoil(rows: TensorDictBase) -> TensorDictBase:
-        if next(updates) == poisoned:
-            rows["next", "reward"][0] = float("nan")
+        if next(updates) == update:
+            rows["next", "reward"][0] = reward
         return rows
 
     trainer.register_op("process_optim_batch", spoil)
+    return trainer
+
+
+@pytest.mark.parametrize("poisoned", [2, 3])  # of the first four: the policy moves with the sixth
+def test_what_is_not_finite_before_the_policy_moves_ends_the_training_as_well(poisoned):
+    trainer = _spoilt(poisoned, math.nan, policy_frequency=6)
+    version = trainer.collector.scheme.version
     with pytest.raises(DivergedError, match=r"loss_qvalue is nan \(expected a finite one\)"):
         trainer.train()
     assert trainer.updates == 4
@@ -200,15 +200,8 @@ def test_rewards_are_scaled_by_the_key_that_the_loss_reads_whatever_their_dtype(
 def test_what_is_not_finite_in_one_update_of_a_tick_ends_the_training_before_it_is_published(
     algorithm,
 ):
-    trainer = off_policy_trainer(20, algorithm=algorithm, updates_per_step=4)
-    updates, version = itertools.count(), trainer.collector.scheme.version
-
-    def spoil(rows: TensorDictBase) -> TensorDictBase:
-        if next(updates) == 14:  # the third of four
-            rows["next", "reward"][0] = float("inf")
-        return rows
-
-    trainer.register_op("process_optim_batch", spoil)
+    trainer = _spoilt(14, math.inf, algorithm=algorithm)  # the third of four
+    version = trainer.collector.scheme.version
     with pytest.raises(DivergedError, match=r"loss_\w+ is (nan|inf) \(expected a finite one\)"):
         trainer.train()
     assert trainer.updates == 16

@@ -17,6 +17,7 @@ from torchrl.data import Bounded, Composite, Unbounded
 
 from tests.support.off_policy import make_transitions
 from tests.support.quick import four_pendulums
+from tests.support.training import trainer_of
 from tests.support.worlds import world
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.collectors.worker import closing_env
@@ -24,7 +25,7 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.objectives import FusedAPPOUpdate
 from torchrl_unilab.runtime import Ranks
 from torchrl_unilab.runtime.ranks import SINGLE_RANK
-from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig
+from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
 from torchrl_unilab.trainers.loss_updates import APPOStepper, LossUpdate, make_update
 from torchrl_unilab.trainers.runs.builders import Learner, build_learner
 
@@ -167,16 +168,9 @@ def train_unevenly(ranks: Ranks, steps: int = 8, total_frames: int = 640) -> str
     with APPOCollector(
         four_pendulums, learner.actor, frames_per_batch=4 * steps, inline=True
     ) as collector:
-        trainer = APPOTrainer(
-            collector=collector,
-            loss_module=learner.loss,
-            total_frames=total_frames,
-            config=config,
-            ranks=ranks,
-            progress_bar=False,
-        )
+        settings = {"total_frames": total_frames, "config": config, "ranks": ranks}
         with pytest.raises(ConfigError) as refused:
-            trainer.train()
+            trainer_of(collector, learner.loss, **settings).train()
     return str(refused.value)
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -136,14 +135,6 @@ def test_memory_of_few_sizes_of_minibatches_is_kept():
     assert len(update._actor._buffers) == len(update._critic._buffers) == 16
 
 
-def test_networks_whose_memory_has_moved_are_refused():
-    loss = make_loss()
-    update, pool = fused(loss), make_pool(loss, 8)
-    loss.critic_network.net[0].weight.data = loss.critic_network.net[0].weight.data.clone()
-    with pytest.raises(ConfigError, match="its memory has moved"):
-        update.prepare(pool)
-
-
 def test_a_hook_that_comes_after_the_update_is_refused():
     loss = make_loss()
     update, pool = fused(loss, max_grad_norm=1.0), make_pool(loss, 8)
@@ -183,37 +174,6 @@ def test_the_modules_see_every_step_and_copies_of_them_do_not():
     update.step(update.prepare(pool))
     assert not torch.equal(loss.critic_network(pool.clone())["state_value"], before)
     assert torch.equal(copied.critic_network(pool.clone())["state_value"], before)
-
-
-def test_after_a_checkpoint_the_next_steps_are_the_same():
-    loss = make_loss(dtype=torch.float32, target_update_freq=3)
-    update, pool = fused(loss), make_pool(loss, 16)
-    columns = update.prepare(pool)
-    for _ in range(4):
-        update.step(columns)
-    file = io.BytesIO()
-    torch.save({"loss": loss.state_dict(), "optimizer": update.optimizer.state_dict()}, file)
-    restored = make_loss(dtype=torch.float32, target_update_freq=3)
-    resumed = fused(restored, lr=7e-3)
-    resumed.step(columns)  # something to forget
-    file.seek(0)
-    checkpoint = torch.load(file)
-    restored.load_state_dict(checkpoint["loss"])
-    resumed.optimizer.load_state_dict(checkpoint["optimizer"])
-    for _ in range(3):
-        assert torch.equal(update.step(columns), resumed.step(columns))
-    assert torch.equal(update.lr, resumed.lr)
-    for (name, left), right in zip(loss.named_parameters(), restored.parameters(), strict=True):
-        assert torch.equal(left, right), name
-
-
-def test_a_step_never_looks_at_a_value(no_looks):
-    loss = make_loss(value_clip=0.1, target_update_freq=2)
-    update = fused(loss)
-    columns = update.prepare(make_pool(loss, 21))
-    with no_looks():
-        for minibatch in update.shuffled(columns, 2):
-            update.step(minibatch)
 
 
 def test_statistics_are_ordinary_tensors():

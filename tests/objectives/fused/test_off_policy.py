@@ -1,8 +1,8 @@
-"""What SAC's and TD3's fused updates have in common; their formulas are tested beside."""
+"""What SAC's and TD3's fused updates have in common; tests/trainers has a reference for both."""
 
 from __future__ import annotations
 
-import io
+import itertools
 import threading
 
 import pytest
@@ -95,16 +95,6 @@ def test_several_steps_to_the_next_observation_and_priority_weights_count_as_in_
     for key in ("loss_qvalue", "loss_actor"):
         torch.testing.assert_close(observed[key], expected[key], rtol=1e-9, atol=1e-12)
     assert not torch.equal(plain, update.prepare(batch))
-
-
-@BOTH
-def test_priority_weights_are_left_out_where_the_loss_leaves_them_out(algorithm):
-    loss = make_loss(algorithm)
-    loss.use_prioritized_weights = False
-    batch = transitions_of(loss, 8, seed=1)
-    plain = fused(loss).prepare(batch)
-    batch["priority_weight"] = torch.rand(8) + 0.1
-    assert torch.equal(fused(loss).prepare(batch), plain)
 
 
 def test_two_critics_may_be_given_as_a_list():
@@ -287,12 +277,17 @@ def test_flags_of_numbers_end_an_episode_as_those_of_truth_values_do():
 # Parameters and their memory
 
 
-@pytest.mark.parametrize("part", ["actor_network", "qvalue_network"])
-@BOTH
-def test_networks_whose_memory_has_moved_are_refused(algorithm, part):
+@pytest.mark.parametrize(
+    ("algorithm", "part"),
+    [
+        *itertools.product(("sac", "td3"), ("actor_network_params", "qvalue_network_params")),
+        ("sac", "log_alpha"),
+    ],
+)
+def test_networks_and_temperatures_whose_memory_has_moved_are_refused(algorithm, part):
     loss = make_loss(algorithm)
     update, batch = fused(loss), transitions_of(loss, 8, 0)
-    parameters = [p for key, p in loss.named_parameters() if key.startswith(f"{part}_params")]
+    parameters = [p for key, p in loss.named_parameters() if key.startswith(part)]
     vector_to_parameters(parameters_to_vector(parameters), parameters)
     with pytest.raises(ConfigError, match="its memory has moved"):
         update.prepare(batch)
@@ -374,29 +369,6 @@ def test_targets_can_also_be_moved_by_torchrl_even_by_what_was_made_before():
         for each in (update, again)
     ]
     assert torch.equal(*observed)
-
-
-@BOTH
-def test_after_a_checkpoint_the_next_steps_are_the_same(algorithm):
-    loss, update, packed = prepared(algorithm, 16, normalized=True, layer_norm=True)
-    for i in range(3):
-        update.step(packed, update_policy=bool(i % 2))
-    file = io.BytesIO()
-    optimizers = {key: adam.state_dict() for key, adam in update.optimizers.items()}
-    torch.save({"loss": loss.state_dict(), "optimizers": optimizers}, file)
-    restored = make_loss(algorithm, normalized=True, layer_norm=True)
-    resumed = fused(restored, lr_actor=7e-3)
-    resumed.step(packed)  # something to forget
-    file.seek(0)
-    checkpoint = torch.load(file)
-    restored.load_state_dict(checkpoint["loss"])
-    for key, adam in resumed.optimizers.items():
-        adam.load_state_dict(checkpoint["optimizers"][key])
-    for i in range(3):
-        generators = [torch.Generator().manual_seed(i) for _ in range(2)]
-        left = update.step(packed, generator=generators[0])
-        assert torch.equal(left, resumed.step(packed, generator=generators[1]))
-    assert_equal_parameters(loss, restored, rtol=0.0, atol=0.0)
 
 
 @BOTH

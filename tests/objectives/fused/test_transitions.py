@@ -53,9 +53,10 @@ def test_steps_to_the_next_observation_are_read_where_the_estimator_reads_them(a
     assert torch.equal(update.prepare(batch), expected)
 
 
+@BOTH
 @pytest.mark.parametrize(("setting", "taken"), [(True, True), ("auto", True), (False, False)])
-def test_priority_weights_are_packed_where_the_loss_takes_them(setting, taken):
-    loss = make_loss("sac")
+def test_priority_weights_are_packed_where_the_loss_takes_them(algorithm, setting, taken):
+    loss = make_loss(algorithm)
     loss.use_prioritized_weights = setting
     weight = fused(loss).prepare(batch := whole_batch(loss))[:, -1:]
     expected = batch["priority_weight"] if taken else torch.ones(8, 1)
