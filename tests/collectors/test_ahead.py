@@ -19,7 +19,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from tests.support.acting import actions, make_policy
+from tests.support.acting import actions, begun, make_policy
 from tests.support.bounds import DEADLINE, PROMPT
 from tests.support.collecting import (
     BREAKING,
@@ -181,12 +181,10 @@ def test_a_worker_whose_environment_raises_surfaces_with_its_traceback(lone):
 
 
 def test_overwriting_drops_the_oldest_counts_them_and_brings_the_newest():
-    collector = appo_collector(
+    with appo_collector(
         make_policy(0.0), slots=2, overflow="overwrite", total_frames=100_000
-    )
-    try:
-        batches = iter(collector)
-        next(batches)
+    ) as collector:
+        batches = begun(collector)
         wait_for(lambda: collector.dropped >= 10)
         version = publish_itself(collector)
         dropped = collector.dropped
@@ -201,21 +199,15 @@ def test_overwriting_drops_the_oldest_counts_them_and_brings_the_newest():
         assert storage.read_count == 2
         assert storage.write_count == 2 + collector.dropped + len(storage)
         assert collector.metrics().frames == storage.write_count * FRAMES
-    finally:
-        collector.shutdown()
 
 
 def test_a_lease_that_an_interrupt_kept_from_the_collector_is_the_next_batch():
-    collector = appo_collector(make_policy(0.0))
-    try:
-        batches = iter(collector)
-        next(batches)
+    with appo_collector(make_policy(0.0)) as collector:
+        batches = begun(collector)
         kept_back = collector.storage.acquire(DEADLINE).rollout.clone()
 
         assert (next(batches) == kept_back).all()
         assert (next(batches)["observation"] != kept_back["observation"]).any()
-    finally:
-        collector.shutdown()
 
 
 def test_a_worker_whose_environment_cannot_be_made_is_an_error():

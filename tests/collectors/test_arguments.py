@@ -144,10 +144,6 @@ def test_a_static_seed_is_the_same_on_all_machines():
     assert torch.equal(*drawn)
 
 
-def test_the_first_of_several_machines_collects_what_one_alone_does():
-    assert (collected(worker_idx=0) == collected()).all()
-
-
 def test_a_collector_that_is_started_again_repeats_neither_trajectory_ids_nor_seeds():
     first, again = (
         collected(

@@ -125,9 +125,7 @@ def rollouts() -> list[TensorDictBase]:
 @pytest.mark.parametrize(
     ("call", "after"), [("send", "collect"), ("receive", "collect"), ("ask", "state")]
 )
-def test_a_replay_collector_continues_as_one_that_was_not_interrupted(
-    rows: TensorDictBase, call: str, after: str, late: bool
-) -> None:
+def test_a_replay_collector_continues_as_one_that_was_not_interrupted(rows, call, after, late):
     with _replay() as collector:
         fault = _Interrupt(collector._team.group, call, after, late)
         found = _rows(collector)
@@ -139,9 +137,7 @@ def test_a_replay_collector_continues_as_one_that_was_not_interrupted(
 
 @LATE
 @pytest.mark.parametrize("call", ["send", "receive"])
-def test_rounds_in_lockstep_are_whole_though_one_was_interrupted(
-    rollouts: list[TensorDictBase], call: str, late: bool
-) -> None:
+def test_rounds_in_lockstep_are_whole_though_one_was_interrupted(rollouts, call, late):
     with _appo() as collector:
         fault = _Interrupt(collector._team.group, call, "collect", late)
         found = _rollouts(collector)

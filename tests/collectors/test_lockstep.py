@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from functools import partial
 
 import numpy as np
@@ -18,7 +17,6 @@ from tests.support.collecting import (
     STEPS,
     VERSION,
     CountingEnv,
-    GatedEnv,
     actor,
     appo_collector,
     data_of,
@@ -27,7 +25,7 @@ from tests.support.collecting import (
     writer_of,
 )
 from torchrl_unilab.collectors import APPOCollector
-from torchrl_unilab.errors import ConfigError, WorkerError
+from torchrl_unilab.errors import ConfigError
 
 
 def test_environments_of_different_workers_have_different_seeds(pair):
@@ -124,17 +122,6 @@ def test_borrowed_rollouts_are_given_back_when_an_iteration_is_broken_off(pair, 
     for _ in range(4):
         next(batches)
     assert (copy == before).all()
-
-
-def test_a_round_that_does_not_come_in_time_is_an_error_that_says_so(tmp_path):
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)  # which nobody opens: the first rollout does not end
-    settings = {"lockstep": True, "timeout": 0.2}
-    with (
-        appo_collector(make_policy(), partial(GatedEnv, gate, 2), **settings) as collector,
-        pytest.raises(WorkerError, match=r"collector 0, .*0\.2 s"),
-    ):
-        next(iter(collector))
 
 
 def test_workers_have_their_time_to_answer_however_short_the_wait_for_data_is():

@@ -18,20 +18,16 @@ import pytest
 import torch
 from torchrl.data import TensorDictReplayBuffer
 
-from tests.support.acting import make_policy
-from tests.support.collecting import CountingEnv, GatedEnv, HitEnv
+from tests.support.acting import begun, make_policy
+from tests.support.collecting import FRAMES, IDS, STEPS, VERSION, CountingEnv, GatedEnv, HitEnv
 from tests.support.processes import DEADLINE, live_children, wait_for
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector, team
 from torchrl_unilab.data import PackedReplayWriter
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime import trace
 
-ENVS, STEPS = 2, 4
-FRAMES = ENVS * STEPS
 SLOW = ("SIGSTOP", "raise")
 FAULTS = ["SIGKILL", *(pytest.param(fault, marks=pytest.mark.slow) for fault in SLOW)]
-VERSION = ("next", "policy_version")
-IDS = ("collector", "traj_ids")
 
 
 @pytest.fixture
@@ -44,26 +40,19 @@ def opened() -> Iterator[list[Any]]:
     assert not live_children()
 
 
-def _appo(opened: list[Any], factories: list[Any], **settings: Any) -> APPOCollector:
+def _open(opened: list[Any], kind: type, factories: list[Any], **settings: Any) -> Any:
     settings = {"restart_workers": 1, "seed": 100, "timeout": DEADLINE, **settings}
-    opened.append(APPOCollector(factories, make_policy(0.0), frames_per_batch=FRAMES, **settings))
-    collector: APPOCollector = opened[-1]
-    return collector
+    opened.append(kind(factories, make_policy(0.0), **settings))
+    return opened[-1]
+
+
+def _appo(opened: list[Any], factories: list[Any], **settings: Any) -> APPOCollector:
+    return _open(opened, APPOCollector, factories, frames_per_batch=FRAMES, **settings)
 
 
 def _replay(opened: list[Any], factories: list[Any], **settings: Any) -> ReplayCollector:
-    settings = {"restart_workers": 1, "seed": 100, "timeout": DEADLINE, **settings}
-    opened.append(
-        ReplayCollector(
-            factories,
-            make_policy(0.0),
-            capacity=512,
-            frames_per_batch=ENVS * STEPS * len(factories),
-            **settings,
-        )
-    )
-    collector: ReplayCollector = opened[-1]
-    return collector
+    size = {"capacity": 512, "frames_per_batch": FRAMES * len(factories)}
+    return _open(opened, ReplayCollector, factories, **size, **settings)
 
 
 def _hit(tmp_path: Path, fault: str, at: int = 10) -> list[Any]:
@@ -129,8 +118,7 @@ def test_a_replay_gets_all_rows_of_each_tick_though_a_worker_was_lost(fault, ope
 
 def test_an_idle_worker_that_is_lost_is_replaced_when_it_is_asked(opened):
     collector = _replay(opened, [CountingEnv] * 2, restart_workers=3)
-    batches = iter(collector)
-    next(batches)
+    batches = begun(collector)
     collector._finish_tick()
     _end(collector, 0)
     states = collector.state_dict()["workers"]
@@ -165,8 +153,7 @@ def test_a_tick_that_was_done_and_not_heard_of_is_not_taken_again(opened, tmp_pa
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     collector = _replay(opened, [partial(GatedEnv, gate, STEPS + 2), CountingEnv])
-    batches = iter(collector)
-    next(batches)
+    batches = begun(collector)
     wait_for(lambda: int(collector._metrics.snapshot(1)["frames"]) == 2 * FRAMES)
     _end(collector, 1)
     renew = collector._team._start_replacement
@@ -185,8 +172,7 @@ def test_a_tick_that_was_done_and_not_heard_of_is_not_taken_again(opened, tmp_pa
 def test_two_workers_lost_at_once_are_two_losses_and_each_is_reported(opened, monkeypatch):
     monkeypatch.setattr(team.torchrl_logger, "warning", warned := Mock())
     collector = _appo(opened, [CountingEnv] * 2, restart_workers=2)
-    batches = iter(collector)
-    next(batches)
+    batches = begun(collector)
     _end(collector, 0, 1)
     for _ in range(10):
         next(batches)
@@ -218,8 +204,7 @@ def test_each_replacement_starts_from_further_seeds_of_its_run(opened, monkeypat
 
 def test_a_buffer_on_the_memory_does_not_go_to_the_worker_that_takes_a_place(opened):
     collector = _replay(opened, [CountingEnv] * 2)
-    batches = iter(collector)
-    next(batches)
+    batches = begun(collector)
     buffer = TensorDictReplayBuffer(
         storage=collector.storage,
         writer=PackedReplayWriter(),
@@ -252,8 +237,7 @@ def test_an_interrupt_while_a_worker_is_replaced_leaves_a_collector_that_continu
     opened, monkeypatch
 ):
     collector = _replay(opened, [CountingEnv] * 2, restart_workers=3)
-    batches = iter(collector)
-    next(batches)
+    batches = begun(collector)
     group = collector._team.group
     ask = group.ask
 
@@ -277,8 +261,7 @@ def test_a_worker_is_replaced_though_the_trace_has_ended_that_it_would_join(open
     trace.start(tmp_path / "trace.json")
     try:
         collector = _appo(opened, [CountingEnv] * 2)
-        batches = iter(collector)
-        next(batches)
+        batches = begun(collector)
     finally:
         trace.stop()
     _end(collector, 0)
@@ -289,8 +272,7 @@ def test_a_worker_is_replaced_though_the_trace_has_ended_that_it_would_join(open
 
 def test_one_loss_too_many_is_an_error_that_names_its_cause(opened):
     collector = _appo(opened, [CountingEnv] * 2)
-    batches = iter(collector)
-    next(batches)
+    batches = begun(collector)
     _end(collector, 0)
     for _ in range(4):
         next(batches)
@@ -310,8 +292,7 @@ def _breaks_again(mark: Path) -> CountingEnv:
 def test_a_worker_that_fails_while_it_takes_a_place_counts_and_is_named(opened, tmp_path):
     mark = tmp_path / "mark"
     collector = _appo(opened, [partial(_breaks_again, mark)], restart_workers=3)
-    batches = iter(collector)
-    next(batches)
+    batches = begun(collector)
     mark.touch()
     _end(collector, 0)
     with pytest.raises(WorkerError, match="FileNotFoundError: the robot is gone"):
@@ -323,8 +304,7 @@ def test_a_worker_lost_while_another_is_replaced_and_that_one_are_both_replaced(
     opened, monkeypatch
 ):
     collector = _replay(opened, [CountingEnv] * 2, restart_workers=2)
-    batches = iter(collector)
-    next(batches)
+    batches = begun(collector)
     collector._finish_tick()
     group = collector._team.group
     ask = group.ask
@@ -353,8 +333,7 @@ def _breaks_once(mark: Path) -> CountingEnv:
 def test_a_worker_that_takes_a_place_at_the_second_try_is_not_replaced_again(opened, tmp_path):
     mark = tmp_path / "mark"
     collector = _replay(opened, [partial(_breaks_once, mark)], restart_workers=3)
-    batches = iter(collector)
-    next(batches)
+    batches = begun(collector)
     mark.touch()
     _end(collector, 0)
     next(batches)
@@ -372,8 +351,7 @@ def test_a_worker_that_is_late_and_lives_on_is_not_replaced(opened, tmp_path):
 
 def test_a_replacement_continues_after_random_actions_and_does_not_repeat_them(opened):
     collector = _replay(opened, [CountingEnv], init_random_frames=2 * FRAMES)
-    batches = iter(collector)
-    next(batches)
+    batches = begun(collector)
     collector._finish_tick()
     _end(collector, 0)
     next(batches)

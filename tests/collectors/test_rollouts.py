@@ -91,22 +91,20 @@ def test_metrics_follow_the_rollouts(inline):
     ],
 )
 def test_any_environments_keys_travel(create_env, shape, keys):
-    collector = appo_collector(actor(), create_env, inline=True, total_frames=2 * FRAMES)
-    for rollout in collector:
-        assert rollout.batch_size == shape
-        assert keys | {"action_log_prob", VERSION} <= set(rollout.keys(True, True))
-    if ("critic", "state") in keys:
-        expected = rollout["next", "observation"] * 10
-        assert torch.equal(rollout["next", "critic", "state"], expected)
-    collector.shutdown()
+    with appo_collector(actor(), create_env, inline=True, total_frames=2 * FRAMES) as collector:
+        for rollout in collector:
+            assert rollout.batch_size == shape
+            assert keys | {"action_log_prob", VERSION} <= set(rollout.keys(True, True))
+        if ("critic", "state") in keys:
+            expected = rollout["next", "observation"] * 10
+            assert torch.equal(rollout["next", "critic", "state"], expected)
 
 
 def test_a_worker_may_have_processes_of_its_own():
-    collector = appo_collector(actor(), parallel_env, total_frames=2 * FRAMES)
-    rollouts = list(collector)
-    assert [rollout.batch_size for rollout in rollouts] == [(2, 4)] * 2
-    assert collector.metrics().frames >= 2 * FRAMES
-    collector.shutdown()
+    with appo_collector(actor(), parallel_env, total_frames=2 * FRAMES) as collector:
+        rollouts = list(collector)
+        assert [rollout.batch_size for rollout in rollouts] == [(2, 4)] * 2
+        assert collector.metrics().frames >= 2 * FRAMES
 
 
 def test_seeds_are_repeatable_and_the_process_keeps_its_own_randomness():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.acting import make_policy
+from tests.support.acting import begun, make_policy
 from tests.support.collecting import FRAMES, IDS, appo_collector, data_of
 from tests.support.processes import wait_for
 from torchrl_unilab.collectors.rollouts import RingSink
@@ -76,8 +76,7 @@ def test_the_occupancy_is_the_share_of_slots_with_unread_rollouts():
 def test_dropped_rollouts_of_all_workers_are_counted():
     settings = {"num_collectors": 2, "overflow": "overwrite", "total_frames": 100_000}
     with appo_collector(make_policy(0.0), **settings) as collector:
-        batches = iter(collector)
-        next(batches)
+        batches = begun(collector)
         wait_for(lambda: all(collector.storage.dropped))
         collector.total_frames = 0
         assert list(batches) == []  # and the workers pause
@@ -102,8 +101,7 @@ def test_a_lent_rollout_whose_release_was_interrupted_is_not_released_again(inli
 
 def test_what_waits_of_a_round_is_restored_in_its_order_and_then_a_round_begins():
     with appo_collector(make_policy(0.0), num_collectors=3, lockstep=True) as collector:
-        batches = iter(collector)
-        next(batches)
+        batches = begun(collector)
         collector.stale = 7
         state = collector.state_dict()
         expected = [next(batches).clone() for _ in range(2)]

@@ -196,15 +196,6 @@ def test_each_step_says_which_version_it_acted_with():
         sender.shutdown()
 
 
-def test_exploration_is_as_asked_for():
-    policy = actor()
-    worker = RolloutWorker(CountingEnv(), policy, 4, exploration_type=ExplorationType.DETERMINISTIC)
-    [rollout] = _collect(worker)
-    assert torch.equal(rollout["action"], rollout["loc"])
-    [random] = _collect(RolloutWorker(CountingEnv(), policy, 4))
-    assert not torch.equal(random["action"], random["loc"])
-
-
 def test_frames_episodes_and_time_are_counted_through_a_reset():
     worker = RolloutWorker(CountingEnv((2,), limit=3), actor(), 8)
     _collect(worker, 2)

@@ -13,6 +13,8 @@ from torch import nn
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase
 
+from torchrl_unilab.weight_update import UniLabShmScheme
+
 
 class StillEnv(EnvBase):
     """Observes zeros for ever and takes any action."""
@@ -74,6 +76,20 @@ def make_policy_at_quarter() -> TensorDictModule:
     return make_policy(0.25)
 
 
+class Context:
+    """What a sender needs of a collector."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        self.policy, self.policy_device = policy, [torch.device("cpu")]
+
+
+def receiver_of(sender: UniLabShmScheme) -> UniLabShmScheme:
+    """The scheme as another process has it, not yet initialised there."""
+    receiver = UniLabShmScheme()
+    receiver.__setstate__(sender.__getstate__())
+    return receiver
+
+
 def actions(batch: TensorDictBase) -> set[float]:
     """The distinct actions of a batch."""
     return set(batch["action"].unique().tolist())
@@ -87,3 +103,10 @@ def collecting(cls: type, *args: Any, **kwargs: Any) -> Iterator[Any]:
         yield collector
     finally:
         collector.shutdown()
+
+
+def begun(collector: Any) -> Iterator[TensorDictBase]:
+    """The batches of a collector after the first, which has come."""
+    batches: Iterator[TensorDictBase] = iter(collector)
+    next(batches)
+    return batches

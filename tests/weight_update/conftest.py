@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.acting import receiver_of
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 CPU = torch.device("cpu")
@@ -40,8 +41,7 @@ def make_receiver() -> Callable[..., UniLabShmScheme]:
     """Makes connected receivers, as another process has them."""
 
     def make(sender: UniLabShmScheme, acting: nn.Module, worker: int = 0) -> UniLabShmScheme:
-        receiver = UniLabShmScheme()
-        receiver.__setstate__(sender.__getstate__())
+        receiver = receiver_of(sender)
         receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=worker)
         receiver.connect()
         return receiver

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-from tests.support.acting import StillEnv, actions, collecting, make_policy, set_action
+from tests.support.acting import StillEnv, actions, begun, collecting, make_policy, set_action
 from tests.support.bounds import DEADLINE
 from torchrl_unilab.errors import ContentionError, WaitTimeoutError
 from torchrl_unilab.shm import SnapshotCell
@@ -79,8 +79,7 @@ def test_pulling_by_hand_waits_for_receive():
     policy = make_policy(0.25)
     scheme = UniLabShmScheme(pull="manual")
     with _collecting(policy, scheme) as collector:
-        batches = iter(collector)
-        next(batches)
+        batches = begun(collector)
         _publish(collector, policy, 0.75)
         assert actions(next(batches)) == {0.25}
         collector.map_fn("_receiver_schemes['policy'].pull")
@@ -125,8 +124,7 @@ def test_trajectories_and_random_frames_pull_too():
         trajs_per_batch=2,
         traj_format="cat",
     ) as collector:
-        batches = iter(collector)
-        next(batches)
+        batches = begun(collector)
         _publish(collector, policy, 0.75)
         for _ in range(3):
             batch = next(batches)
@@ -149,8 +147,7 @@ def test_a_state_that_was_loaded_acts_until_the_next_publish_and_is_not_called_p
     policy = make_policy(0.25)
     scheme = UniLabShmScheme()
     with _collecting(policy, scheme) as collector:
-        batches = iter(collector)
-        next(batches)
+        batches = begun(collector)
         state = collector.state_dict()
         _publish(collector, policy, 0.5)
         collector.load_state_dict(state)

@@ -9,25 +9,16 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-import torch
 from torchrl.collectors import Collector
 
 import torchrl_unilab
-from tests.support.acting import StillEnv, make_policy
+from tests.support.acting import Context, StillEnv, make_policy, receiver_of
 from tests.support.garbage import uncollected
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 ROOT = str(Path(torchrl_unilab.__file__).parent)
 NOT_COUNTED = {"span", "version", "_wrapped_policy"}
 """A context that is off, an attribute, and what each step looks up."""
-
-
-class Context:
-    """What a sender needs of a collector."""
-
-    def __init__(self) -> None:
-        self.policy = make_policy(0.25)
-        self.policy_device = [torch.device("cpu")]
 
 
 def _is_counted(code: CodeType) -> bool:
@@ -54,13 +45,12 @@ def _calls(action: Callable[[], Any]) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:The env passed to Collector is missing:FutureWarning")
 def test_from_send_to_the_policy_there_are_thirteen_calls():
-    context, sender, receiver = Context(), UniLabShmScheme(), UniLabShmScheme()
+    context, sender = Context(make_policy(0.25)), UniLabShmScheme()
     sender.init_on_sender(model_id="policy", context=context)
     sender.connect()
     collector = Collector(StillEnv, make_policy(), frames_per_batch=1, total_frames=-1)
     collector.worker_idx = 0
-    receiver.__setstate__(sender.__getstate__())
-    collector.register_scheme_receiver({"policy": receiver})
+    collector.register_scheme_receiver({"policy": receiver_of(sender)})
     sender.send()
     collector.rollout()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torchrl.collectors.utils import _make_meta_policy
 from torchrl.modules import MultiAgentMLP
 
+from tests.support.acting import Context
 from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.weight_update import UniLabShmScheme, UniLabShmTransport
 
@@ -153,19 +155,6 @@ def test_a_full_state_dict_carries_extra_state(pair):
     assert worker.counter.count == 6
 
 
-def test_a_policy_that_came_through_the_meta_device_gets_memory_everywhere(pair):
-    # As TorchRL sends a policy to a spawned worker; MultiAgentMLP keeps TensorDictParams.
-    learner = MultiAgentMLP(
-        3, 1, 2, centralized=False, share_params=False, depth=1, num_cells=4, device="cpu"
-    )
-    with _make_meta_policy(learner):
-        worker = pickle.loads(pickle.dumps(learner))
-    pair(learner, worker)
-    assert not any(t.is_meta for t in worker.parameters())
-    observation = torch.randn(5, 2, 3)
-    assert torch.equal(worker(observation), learner(observation))
-
-
 class Ensemble(nn.Module):
     """Two linear layers in one vmapped call: its parameters are leaves at the top level."""
 
@@ -181,28 +170,32 @@ class Ensemble(nn.Module):
         return nn.functional.linear(observation, params["weight"], params["bias"])
 
 
-def test_parameters_at_the_top_of_a_tensordict_leave_the_meta_device(pair):
-    learner = Ensemble()
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (
+            partial(
+                MultiAgentMLP, 3, 1, 2, centralized=False, share_params=False, depth=1, num_cells=4
+            ),
+            (5, 2, 3),
+        ),
+        (Ensemble, (5, 3)),
+    ],
+    ids=["nested", "at the top of a TensorDict"],
+)
+def test_a_policy_that_came_through_the_meta_device_gets_memory_everywhere(pair, make, shape):
+    # As TorchRL sends a policy to a spawned worker; MultiAgentMLP keeps TensorDictParams.
+    learner = make()
     with _make_meta_policy(learner):
         worker = pickle.loads(pickle.dumps(learner))
     pair(learner, worker)
-    observation = torch.randn(5, 3)
-
-    acted = worker(observation)
-
-    assert torch.equal(acted, learner(observation))
+    assert not any(t.is_meta for t in worker.parameters())
+    observation = torch.randn(shape)
+    assert torch.equal(worker(observation), learner(observation))
 
 
 def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-class Context:
-    """What a sender needs of a collector."""
-
-    def __init__(self, policy: nn.Module) -> None:
-        self.policy = policy
-        self.policy_device = [CPU]
 
 
 def _same(one: nn.Module, other: nn.Module) -> bool:
@@ -331,19 +324,12 @@ def test_a_worker_whose_tensor_is_of_another_form_now_is_refused_and_written_not
     assert receiver.applied_versions == {0: 0}
 
 
-def test_a_model_without_weights_is_published_too(pair):
+@pytest.mark.parametrize("given", [None, {}])
+def test_a_model_without_weights_is_published_too(pair, given):
     sender, receiver = pair(nn.Tanh(), nn.Tanh())
-    sender.send()
+    sender.send(given)
     assert receiver.pull()
     assert receiver.applied_versions == {0: 1}
-
-
-def test_extra_state_that_is_no_tensor_or_number_is_refused_by_name():
-    model = Mixed()
-    model.counter.statistics = {"mean": "high"}
-    scheme = UniLabShmScheme()
-    with pytest.raises(ConfigError, match=r"'counter._extra_state.statistics.mean': str"):
-        scheme.init_on_sender(model=model, devices=[CPU])
 
 
 def test_a_worker_with_another_architecture_is_refused_at_connect(pair):

@@ -6,7 +6,6 @@ Where the two differ on purpose, a test of its own says how, at the end.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -35,7 +34,7 @@ from tests.support.acting import (
     make_policy_at_quarter,
     set_action,
 )
-from tests.support.bounds import DEADLINE
+from tests.support.processes import wait_for
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 BOTH = pytest.mark.parametrize("scheme_cls", [SharedMemWeightSyncScheme, UniLabShmScheme])
@@ -91,12 +90,12 @@ def test_a_free_running_collector_fills_its_buffer_with_published_weights(scheme
         weight_sync_schemes={"policy": scheme_cls()},
     ) as collector:
         collector.start()
-        _wait_for(lambda: buffer.write_count > 64)
+        wait_for(lambda: buffer.write_count > 64)
         set_action(policy, OTHER)
         collector.update_policy_weights_()
         with collector.pause():  # both workers have written what was under way
             seen = buffer.write_count
-        _wait_for(lambda: buffer.write_count > seen + 64)
+        wait_for(lambda: buffer.write_count > seen + 64)
         assert actions(buffer[:]) == {OTHER}
 
 
@@ -356,10 +355,3 @@ def test_unlike_stock_two_models_of_one_collector_are_published_apart():
         batch = next(batches)
         assert actions(batch) == {OTHER}
         assert batch["next", "reward"].unique().tolist() == [7.0]
-
-
-def _wait_for(condition: Callable[[], bool], deadline: float = DEADLINE) -> None:
-    until = time.monotonic() + deadline
-    while not condition():
-        assert time.monotonic() < until, "the collector does not write"
-        time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,39 +14,28 @@ import torch
 from torchrl.collectors import MultiSyncCollector
 from torchrl.weight_update import SharedMemWeightSyncScheme
 
-from tests.support.acting import StillEnv, actions, make_policy, set_action
-from tests.support.processes import DEADLINE, receive, spawned, wait_for
+from tests.support.acting import StillEnv, actions, begun, make_policy, set_action
+from tests.support.processes import DEADLINE, receive, spawned, wait_for, within
 from tests.support.tearing import count_torn, make_cell, publish_until_told
 from torchrl_unilab.errors import WaitTimeoutError
 from torchrl_unilab.shm import SnapshotCell
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 
-def _collector(policy, scheme, workers=2):
-    return MultiSyncCollector(
-        [StillEnv] * workers,
-        policy,
-        frames_per_batch=8,
-        total_frames=-1,
-        weight_sync_schemes={"policy": scheme},
-    )
-
-
-def _end(collector) -> None:
-    for process in collector.procs:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGCONT)
-            process.kill()
-        process.join(DEADLINE)
-    collector.shutdown(raise_on_error=False)
-
-
-def _within(seconds: float, call) -> bool:
-    """Whether `call` returns within a deadline, in a thread of its own."""
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+@contextlib.contextmanager
+def _collecting(policy, scheme, workers=2):
+    """A collector whose workers are killed in the end, as they may not listen."""
+    settings = {"weight_sync_schemes": {"policy": scheme}, "frames_per_batch": 8}
+    collector = MultiSyncCollector([StillEnv] * workers, policy, total_frames=-1, **settings)
+    try:
+        yield collector
+    finally:
+        for process in collector.procs:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGCONT)
+                process.kill()
+            process.join(DEADLINE)
+        collector.shutdown(raise_on_error=False)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +44,7 @@ def _within(seconds: float, call) -> bool:
 def test_publishing_continues_without_a_lost_worker_which_is_named(fault, state):
     policy = make_policy(0.25)
     scheme = UniLabShmScheme()
-    collector = _collector(policy, scheme)
-    try:
+    with _collecting(policy, scheme) as collector:
         next(iter(collector))
         lost = collector.procs[1]
         os.kill(lost.pid, getattr(signal, fault))
@@ -68,19 +57,16 @@ def test_publishing_continues_without_a_lost_worker_which_is_named(fault, state)
             for _ in range(100):
                 collector.update_policy_weights_()
 
-        assert _within(DEADLINE, publish)
+        assert within(DEADLINE, publish) is None
         assert scheme.version == 100
         expected = rf"worker 1 \(pid {lost.pid}, {state}\) at version 0"
         with pytest.raises(WaitTimeoutError, match=expected):
             scheme.wait_applied(100, worker_ids=1, timeout=0.1)
         assert scheme.lag == {0: 100, 1: 100}
-    finally:
-        _end(collector)
 
 
 def test_unlike_ours_the_stock_scheme_waits_for_ever_for_a_killed_worker():
-    collector = _collector(make_policy(), SharedMemWeightSyncScheme())
-    try:
+    with _collecting(make_policy(), SharedMemWeightSyncScheme()) as collector:
         next(iter(collector))
         collector.procs[1].kill()
         collector.procs[1].join(DEADLINE)
@@ -91,17 +77,13 @@ def test_unlike_ours_the_stock_scheme_waits_for_ever_for_a_killed_worker():
         # Let the waiting thread go.
         collector._weight_sync_schemes["policy"]._ack_queues[1].put("updated")
         publishing.join(DEADLINE)
-    finally:
-        _end(collector)
 
 
 def test_a_stopped_worker_takes_the_newest_version_once_it_continues():
     policy = make_policy(0.25)
     scheme = UniLabShmScheme()
-    collector = _collector(policy, scheme, workers=1)
-    try:
-        batches = iter(collector)
-        next(batches)
+    with _collecting(policy, scheme, workers=1) as collector:
+        batches = begun(collector)
         os.kill(collector.procs[0].pid, signal.SIGSTOP)
         for value in (0.5, 0.75):
             set_action(policy, value)
@@ -109,8 +91,6 @@ def test_a_stopped_worker_takes_the_newest_version_once_it_continues():
         os.kill(collector.procs[0].pid, signal.SIGCONT)
         assert actions(next(batches)) == {0.75}
         assert scheme.applied_versions == {0: 2}
-    finally:
-        _end(collector)
 
 
 def _read_for_ever(pipe: Connection, cell: SnapshotCell) -> None:

@@ -169,9 +169,11 @@ def test_extra_state_that_is_one_tensor_arrives_detached():
 
 
 @pytest.mark.parametrize("state", ["high", [1], np.float64(0.5), signal.SIGINT])
-def test_extra_state_that_would_not_arrive_as_what_it_is_is_refused_by_its_type(state):
-    with pytest.raises(ConfigError, match=f"'_extra_state': {type(state).__name__} .expected"):
-        ModuleWeights(_Stateful(state))
+@pytest.mark.parametrize("nested", [False, True])
+def test_extra_state_that_would_not_arrive_as_what_it_is_is_refused_by_its_type(state, nested):
+    at, given = (".statistics.mean", {"statistics": {"mean": state}}) if nested else ("", state)
+    with pytest.raises(ConfigError, match=f"'_extra_state{at}': {type(state).__name__} .expected"):
+        ModuleWeights(_Stateful(given))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import Collector
 
-from tests.support.acting import StillEnv, actions, collecting, make_policy, set_action
+from tests.support.acting import StillEnv, actions, collecting, make_policy, receiver_of, set_action
 from tests.support.bounds import DEADLINE
 from torchrl_unilab.errors import UsageError
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -40,8 +40,7 @@ def pulling(make_sender) -> Iterator[Callable]:
 
         def make(policy: nn.Module, **settings):
             sender = make_sender(settings, model_id="policy", model=policy, devices=[CPU])
-            receiver, env = UniLabShmScheme(), Stepped()
-            receiver.__setstate__(sender.__getstate__())
+            receiver, env = receiver_of(sender), Stepped()
             collector = Collector(env, make_policy(), frames_per_batch=4, total_frames=-1)
             stack.callback(collector.shutdown)
             collector.worker_idx = 0
@@ -120,9 +119,9 @@ def test_a_state_that_was_refused_is_not_called_published(pulling):
 
 @pytest.mark.parametrize(("model_id", "version"), [("policy", 40), (None, 40), ("env.value", 0)])
 def test_a_collector_takes_the_version_of_its_policy_alone(make_sender, model_id, version):
-    model, receiver = make_policy(), UniLabShmScheme()
+    model = make_policy()
     sender = make_sender({"first_version": 40}, model_id=model_id, model=model, devices=[CPU])
-    receiver.__setstate__(sender.__getstate__())
+    receiver = receiver_of(sender)
     receiver.init_on_receiver(model_id=model_id, model=model, worker_idx=0)
     receiver.connect()
     settings = {"frames_per_batch": 4, "total_frames": -1, "track_policy_version": True}
@@ -133,9 +132,9 @@ def test_a_collector_takes_the_version_of_its_policy_alone(make_sender, model_id
 
 
 def test_a_collector_with_a_scheme_of_its_own_publishes_on_what_it_receives(make_sender):
-    policy, own, receiver = make_policy(0.5), UniLabShmScheme(), UniLabShmScheme()
+    policy, own = make_policy(0.5), UniLabShmScheme()
     sender = make_sender(model_id="policy", model=policy, devices=[CPU])
-    receiver.__setstate__(sender.__getstate__())
+    receiver = receiver_of(sender)
     schemes = {"policy": own}
     with collecting(Collector, StillEnv, make_policy(), weight_sync_schemes=schemes) as collector:
         collector.worker_idx = 0
@@ -164,8 +163,7 @@ class Numbered:
 
 @pytest.mark.parametrize("at", ["init_on_receiver", "connect"])
 def test_the_worker_that_is_named_beats_the_one_known_before(at, apart):
-    receiver, context = UniLabShmScheme(), Numbered()
-    receiver.__setstate__(apart.__getstate__())
+    receiver, context = receiver_of(apart), Numbered()
     named = {"init_on_receiver": {}, "connect": {}} | {at: {"worker_idx": 1}}
 
     receiver.init_on_receiver(model_id="policy", context=context, **named["init_on_receiver"])
@@ -176,8 +174,7 @@ def test_the_worker_that_is_named_beats_the_one_known_before(at, apart):
 
 
 def test_a_receiver_without_a_number_is_refused(apart):
-    receiver = UniLabShmScheme()
-    receiver.__setstate__(apart.__getstate__())
+    receiver = receiver_of(apart)
     receiver.init_on_receiver(model_id="policy", model=make_policy())
 
     with pytest.raises(UsageError, match="no worker_idx"):
@@ -185,8 +182,7 @@ def test_a_receiver_without_a_number_is_refused(apart):
 
 
 def test_a_receiver_receives_once_it_is_initialised_and_connected(apart):
-    receiver = UniLabShmScheme()
-    receiver.__setstate__(apart.__getstate__())
+    receiver = receiver_of(apart)
     with pytest.raises(UsageError, match="before init_on_receiver"):
         receiver.receive()
     receiver.init_on_receiver(model_id="policy", model=make_policy(), worker_idx=0)

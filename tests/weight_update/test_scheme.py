@@ -16,7 +16,7 @@ from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollecto
 from torchrl.modules.inference_server import InferenceServer, ThreadingTransport
 from torchrl.weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
 
-from tests.support.acting import StillEnv, actions, collecting, make_policy, set_action
+from tests.support.acting import StillEnv, actions, collecting, make_policy, receiver_of, set_action
 from tests.support.bounds import DEADLINE
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WaitTimeoutError
 from torchrl_unilab.shm import seqlock
@@ -65,9 +65,8 @@ def test_rollouts_after_a_publish_act_with_it_and_carry_its_version(cls, first):
 def test_a_node_with_sub_collectors_hands_the_weights_on(make_sender):
     outer_policy = make_policy(0.5)
     sender = make_sender(model_id="policy", model=outer_policy, devices=[CPU])
-    receiver = UniLabShmScheme()
+    receiver = receiver_of(sender)
     with _multi(MultiSyncCollector, policy=make_policy(0.25), workers=1) as inner:
-        receiver.__setstate__(sender.__getstate__())
         inner.worker_idx = 0
         inner.register_scheme_receiver({"policy": receiver})
         batches = iter(inner)
@@ -161,8 +160,7 @@ def test_each_publish_raises_the_version_whichever_workers_it_is_for(apart):
 
 def test_an_inference_server_counts_updates_as_with_the_stock_scheme(make_sender):
     sender = make_sender(model_id="policy", model=make_policy(0.25), devices=[CPU])
-    receiver = UniLabShmScheme()
-    receiver.__setstate__(sender.__getstate__())
+    receiver = receiver_of(sender)
     server = InferenceServer(make_policy(), ThreadingTransport(), weight_sync=receiver)
     server._init_weight_sync()
     versions = [server.policy_version]
@@ -208,8 +206,7 @@ class Finder:
 @pytest.mark.parametrize("context", [Bare(), Finder()], ids=["bare", "get_model"])
 def test_a_receivers_context_may_lack_what_the_stock_scheme_does_not_need(pair, context):
     sender, _ = pair(make_policy(0.25), make_policy(-1.0))
-    receiver = UniLabShmScheme()
-    receiver.__setstate__(sender.__getstate__())
+    receiver = receiver_of(sender)
 
     receiver.init_on_receiver(model_id="policy", context=context)
     receiver.connect(worker_idx=0)
@@ -372,12 +369,6 @@ def test_retries_of_all_readers_are_counted(apart):
         receiver.create_transport().cell(worker).overtaken = 3 + worker
         receiver.pull()
     assert sender.statistics["retries"] == 3 + 4
-
-
-def test_no_weights_are_those_of_a_model_without_any(make_sender):
-    sender = make_sender(model=nn.Tanh(), devices=[CPU])
-    sender.send({})
-    assert sender.version == 1
 
 
 class _Named:

@@ -214,17 +214,16 @@ def test_a_closed_transport_refuses_use_and_closes_again():
 
 
 def test_statistics_are_got_once_each_and_the_latest_first():
-    stats = SharedObsNormStats(2)
-    assert stats.get() is None
-    for value in range(100):  # nobody reads, nothing blocks
-        stats.put((torch.full((2,), float(value)), torch.ones(2)))
-    assert stats.version == 100
-    with spawned(_get_stats, stats) as (_, pipe):
-        assert receive(pipe) == ([[99.0, 99.0], [1.0, 1.0]], None)
-    mean, _ = stats.get()
-    assert mean.tolist() == [99.0, 99.0]
-    assert stats.get() is None
-    stats.close()
+    with SharedObsNormStats(2) as stats:
+        assert stats.get() is None
+        for value in range(100):  # nobody reads, nothing blocks
+            stats.put((torch.full((2,), float(value)), torch.ones(2)))
+        assert stats.version == 100
+        with spawned(_get_stats, stats) as (_, pipe):
+            assert receive(pipe) == ([[99.0, 99.0], [1.0, 1.0]], None)
+        mean, _ = stats.get()
+        assert mean.tolist() == [99.0, 99.0]
+        assert stats.get() is None
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, (3, 0)])
@@ -255,23 +254,20 @@ def test_statistics_that_are_no_two_tensors_are_refused_and_the_last_stay(stats)
 
 
 def test_statistics_have_the_shape_that_they_are_given():
-    stats = SharedObsNormStats((2, 3))
-
-    stats.put((torch.zeros(2, 3), torch.ones(2, 3)))
-
-    assert [t.shape for t in stats.get()] == [(2, 3), (2, 3)]
-    stats.close()
+    with SharedObsNormStats((2, 3)) as stats:
+        stats.put((torch.zeros(2, 3), torch.ones(2, 3)))
+        assert [t.shape for t in stats.get()] == [(2, 3), (2, 3)]
 
 
 def test_statistics_are_attached_by_name_and_refuse_another_size():
-    stats = SharedObsNormStats(2, name=_name())
-    other = SharedObsNormStats.attach(stats.name, 2)
-    stats.put((torch.zeros(2), torch.ones(2)))
-    assert other.get() is not None
-    with pytest.raises(LayoutShapeError):
-        stats.put((torch.zeros(3), torch.ones(3)))
-    other.close()
-    stats.close()
+    with (
+        SharedObsNormStats(2, name=_name()) as stats,
+        SharedObsNormStats.attach(stats.name, 2) as other,
+    ):
+        stats.put((torch.zeros(2), torch.ones(2)))
+        assert other.get() is not None
+        with pytest.raises(LayoutShapeError):
+            stats.put((torch.zeros(3), torch.ones(3)))
 
 
 class _Expanded(torch.nn.Module):
@@ -319,10 +315,11 @@ def test_workers_are_numbered_from_zero():
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
 def test_a_transport_is_copied_for_a_new_process_alone(copied):
-    transport = UniLabShmTransport({0: _state(0.0)})
-    with pytest.raises(SegmentError, match="cannot copy or pickle SharedSegment"):
+    with (
+        UniLabShmTransport({0: _state(0.0)}) as transport,
+        pytest.raises(SegmentError, match="cannot copy or pickle SharedSegment"),
+    ):
         copied(transport)
-    transport.close()
 
 
 @pytest.fixture
