@@ -10,7 +10,6 @@ import pickle
 import struct
 import threading
 import time
-from multiprocessing.connection import Connection
 
 import pytest
 
@@ -33,7 +32,7 @@ def _raw(message: object) -> bytes:
     return struct.pack("!Q", len(data)) + data
 
 
-def test_a_message_in_part_has_not_arrived(ends: tuple[Connection, Connection]):
+def test_a_message_in_part_has_not_arrived(ends):
     here, there = ends
     channel, data = Channel(here), _raw("a message")
     for byte in data[:-1]:
@@ -43,7 +42,7 @@ def test_a_message_in_part_has_not_arrived(ends: tuple[Connection, Connection]):
     assert channel.take() == "a message"
 
 
-def test_messages_that_arrive_together_are_taken_one_by_one(ends: tuple[Connection, Connection]):
+def test_messages_that_arrive_together_are_taken_one_by_one(ends):
     here, there = ends
     channel = Channel(here)
     os.write(there.fileno(), _raw(1) + _raw(2) + _raw(3)[:4])
@@ -61,9 +60,7 @@ class Unreadable:
         return _unreadable, ()
 
 
-def test_a_message_that_cannot_be_unpickled_raises_once_and_the_next_ones_are_taken(
-    ends: tuple[Connection, Connection],
-):
+def test_a_message_that_cannot_be_unpickled_raises_once_and_the_next_ones_are_taken(ends):
     here, there = ends
     channel = Channel(here)
     os.write(there.fileno(), _raw("before") + _raw(Unreadable()) + _raw("next"))
@@ -88,9 +85,7 @@ class Elsewhere:
     ("call", "error"),
     [((open, ("/nonexistent",)), FileNotFoundError), ((pickle.loads, (b"",)), EOFError)],
 )
-def test_a_message_that_needs_a_file_is_not_taken_for_the_end_of_the_pipe(
-    ends: tuple[Connection, Connection], call: tuple[object, ...], error: type[Exception]
-):
+def test_a_message_that_needs_a_file_is_not_taken_for_the_end_of_the_pipe(ends, call, error):
     here, there = ends
     channel = Channel(here)
     os.write(there.fileno(), _raw(Elsewhere(*call)) + _raw("next"))
@@ -100,7 +95,7 @@ def test_a_message_that_needs_a_file_is_not_taken_for_the_end_of_the_pipe(
     assert channel.take() == "next"
 
 
-def test_a_message_larger_than_the_pipe_is_sent_as_it_is_read(ends: tuple[Connection, Connection]):
+def test_a_message_larger_than_the_pipe_is_sent_as_it_is_read(ends):
     sender, reader = map(Channel, ends)
     sender.post(bytes(5_000_000))
     sender.post("after it")
@@ -113,9 +108,7 @@ def test_a_message_larger_than_the_pipe_is_sent_as_it_is_read(ends: tuple[Connec
     assert sender._outgoing == (b"", []), "what was sent is kept"
 
 
-def test_what_was_sent_before_the_end_was_closed_is_taken_first(
-    ends: tuple[Connection, Connection],
-):
+def test_what_was_sent_before_the_end_was_closed_is_taken_first(ends):
     here, there = ends
     channel = Channel(here)
     os.write(there.fileno(), _raw(1) + _raw(2) + _raw(3)[:-1])
@@ -126,9 +119,7 @@ def test_what_was_sent_before_the_end_was_closed_is_taken_first(
 
 
 @pytest.mark.parametrize("to_send", [False, True])
-def test_a_wait_for_a_pipe_lasts_for_its_timeout(
-    ends: tuple[Connection, Connection], to_send: bool
-):
+def test_a_wait_for_a_pipe_lasts_for_its_timeout(ends, to_send):
     channel = Channel(ends[0])  # which makes it non-blocking
     with contextlib.suppress(BlockingIOError):
         while to_send:  # until the pipe takes no more
@@ -138,7 +129,7 @@ def test_a_wait_for_a_pipe_lasts_for_its_timeout(
     assert time.monotonic() - begun > 0.09
 
 
-def test_a_closed_end_refuses_messages(ends: tuple[Connection, Connection]):
+def test_a_closed_end_refuses_messages(ends):
     here, there = ends
     channel = Channel(here)
     there.close()
@@ -147,14 +138,14 @@ def test_a_closed_end_refuses_messages(ends: tuple[Connection, Connection]):
         channel.flush()
 
 
-def test_a_worker_does_not_wait_for_the_rest_of_a_request(ends: tuple[Connection, Connection]):
+def test_a_worker_does_not_wait_for_the_rest_of_a_request(ends):
     here, there = ends
     link = Link(here)
     os.write(there.fileno(), _raw((1, ("collect",)))[:-1])
     assert link.request(block=False) is None
 
 
-def test_a_worker_that_answers_at_length_ends_with_its_parent(ends: tuple[Connection, Connection]):
+def test_a_worker_that_answers_at_length_ends_with_its_parent(ends):
     here, there = ends
     link = Link(here)
     closing = threading.Timer(0.1, there.close)
@@ -165,9 +156,7 @@ def test_a_worker_that_answers_at_length_ends_with_its_parent(ends: tuple[Connec
 
 
 @pytest.mark.parametrize("call", ["flush", "fill"])
-def test_an_interrupt_neither_loses_nor_repeats_a_byte(
-    call: str, ends: tuple[Connection, Connection]
-):
+def test_an_interrupt_neither_loses_nor_repeats_a_byte(call, ends):
     sender, reader = map(Channel, ends)
     for nth in itertools.count(1):
         sender.post(nth)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,53 +82,35 @@ def test_all_ranks_come_to_the_same(verbs):
     assert first == second
 
 
-def test_gradients_and_statistics_become_means(verbs):
-    assert verbs[0]["mean"] == [1.5] * 6 + [-1.5]
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        pytest.param("mean", [1.5] * 6 + [-1.5], id="gradients and statistics become means"),
+        pytest.param("statistics", [False, True], id="a statistic that is NaN hurts no other"),
+        pytest.param("only", 1.5, id="statistics without gradients become means as well"),
+        pytest.param("huge", True, id="the mean of numbers whose sum is too large is finite"),
+        pytest.param("again", False, id="who joins again begins without what was not finite"),
+        pytest.param("gathered", [[1.0], [2.0]], id="what is gathered is in the order of ranks"),
+        pytest.param("broadcast", [1.0, 1.0], id="a broadcast gives rank 0's values"),
+        pytest.param("agreed", [False, True, True], id="a wish of any rank is agreed upon"),
+        pytest.param("SIGTERM", signal.SIG_IGN, id="what is done at SIGTERM stays as it is"),
+    ],
+)
+def test_each_verb_gives_all_ranks_what_it_promises(verbs, name, expected):
+    assert verbs[1][name] == expected
 
 
-def test_a_statistic_that_is_nan_stays_so_and_hurts_no_other(verbs):
-    assert verbs[0]["statistics"] == [False, True]
-
-
-def test_statistics_without_gradients_become_means_as_well(verbs):
-    assert verbs[0]["only"] == 1.5
-
-
-def test_the_mean_of_numbers_whose_sum_is_too_large_is_finite(verbs):
-    assert verbs[0]["huge"]
-
-
-def test_ranks_that_join_again_begin_without_what_was_not_finite(verbs):
-    assert verbs[0]["again"] is False
-
-
-def test_what_is_gathered_is_in_the_order_of_ranks(verbs):
-    assert verbs[0]["gathered"] == [[1.0], [2.0]]
-
-
-def test_a_broadcast_gives_rank_0s_values_in_their_own_dtype(verbs):
-    assert verbs[1]["broadcast"] == [1.0, 1.0]
-
-
-def test_a_wish_of_any_rank_is_agreed_upon(verbs):
-    assert verbs[0]["agreed"] == [False, True, True]
-
-
-def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_own(verbs):
-    assert "of rank 1 are not finite" in verbs[0]["overflow"]
-    assert "of rank 0 are not finite" in verbs[0]["first"]
-
-
-def test_observations_that_are_not_finite_end_all_ranks_and_name_their_own(verbs):
-    assert "observations of rank 1 are not finite" in verbs[0]["observations"]
-
-
-def test_what_a_program_does_at_sigterm_stays_as_it_is(verbs):
-    assert verbs[0]["SIGTERM"] == signal.SIG_IGN
-
-
-def test_settings_that_differ_are_refused_on_all_ranks_by_name(verbs):
-    assert verbs[0]["settings"].startswith("seed: 1.0, 2.0 on ranks 0 to 1")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        pytest.param("overflow", "of rank 1 are not finite", id="gradients"),
+        pytest.param("first", "of rank 0 are not finite", id="gradients of the first"),
+        pytest.param("observations", "observations of rank 1 are not finite", id="observations"),
+        pytest.param("settings", r"^seed: 1\.0, 2\.0 on ranks 0 to 1", id="settings"),
+    ],
+)
+def test_what_is_not_finite_or_differs_ends_all_ranks_and_is_named(verbs, name, message):
+    assert re.search(message, verbs[0][name])
 
 
 def step_until_told(pipe: Any) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_readable
 from typing import Any
@@ -26,7 +26,9 @@ from tests.support.processes import (
     server_of_this_process,
     use_server,
     wait_for,
+    within,
 )
+from tests.support.striking import exit_code_of
 from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
 from torchrl_unilab.runtime import link as link_module
 from torchrl_unilab.runtime import worker_process
@@ -107,23 +109,6 @@ def lone() -> Iterator[WorkerGroup]:
         yield group
 
 
-def _within(seconds: float, call: Callable[[], object]) -> BaseException | None:
-    """Return what `call` raises, in a thread: a call that does not return is an error."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), f"no return within {seconds:g} s"
-    return raised[0] if raised else None
-
-
 def _stop(pid: int) -> psutil.Process:
     """Stop a process, and return when it is."""
     os.kill(pid, signal.SIGSTOP)
@@ -180,7 +165,7 @@ def refusals() -> dict[str, object]:
         pids = group.pids
         group.send(1, "raise", "no such thing " + "x" * 1_000_000 + " at last")
         errors = [
-            _within(PROMPT, call)
+            within(PROMPT, call)
             for call in (
                 lambda: group.wait([], DEADLINE),
                 group.check,
@@ -212,7 +197,7 @@ def test_a_group_with_a_failure_leaves_no_process(refusals):
 
 def test_a_worker_that_raises_while_it_starts_surfaces_though_another_is_not_ready():
     before = set(live_children())
-    error = _within(PROMPT, lambda: WorkerGroup(_fail_at_start, [(0,), (1,)], name="server"))
+    error = within(PROMPT, lambda: WorkerGroup(_fail_at_start, [(0,), (1,)], name="server"))
     assert re.match(r"server 1, process \d+, failed:(.|\n)*LookupError: no such thing", str(error))
     assert set(live_children()) <= before
 
@@ -260,7 +245,7 @@ def test_the_error_for_a_script_without_main_guard_says_so_whatever_the_payload(
 )
 def test_a_worker_that_is_killed_is_named_with_its_signal_and_a_hint(lone, number, name, hint):
     os.kill(lone.pids[0], number)
-    error = _within(PROMPT, lambda: lone.ask(0, "double", 1))
+    error = within(PROMPT, lambda: lone.ask(0, "double", 1))
     assert re.match(rf"server 0, .* was ended by {name}.*{hint}", str(error))
 
 
@@ -281,8 +266,8 @@ def test_a_killed_worker_whose_child_holds_its_pipes_is_named_wherever_one_looks
         try:
             os.kill(group.pids[0], signal.SIGKILL)
             for call in (lambda: group.ask(0, "double", 1), group.check, lambda: group.poll(0)):
-                assert "was ended by SIGKILL" in str(_within(PROMPT, call))
-            assert _within(PROMPT, lambda: group.stop(DEADLINE)) is None
+                assert "was ended by SIGKILL" in str(within(PROMPT, call))
+            assert within(PROMPT, lambda: group.stop(DEADLINE)) is None
         finally:
             os.kill(child, signal.SIGKILL)
 
@@ -298,7 +283,7 @@ def test_of_several_workers_each_is_named_by_what_it_failed_with_itself():
 
 def test_a_worker_that_continues_after_it_was_stopped_is_at_work_again(lone):
     os.kill(lone.pids[0], signal.SIGSTOP)
-    assert "was stopped" in str(_within(PROMPT, lambda: lone.ask(0, "double", 1)))
+    assert "was stopped" in str(within(PROMPT, lambda: lone.ask(0, "double", 1)))
     os.kill(lone.pids[0], signal.SIGCONT)
     assert lone.ask(0, "double", 2) == 4
     lone.check()
@@ -378,20 +363,20 @@ STOPPED = r"server 0, .* was stopped by a signal"
 )
 def test_a_stopped_worker_is_named_wherever_it_is_waited_for(lone, call):
     _stop(lone.pids[0])
-    error = _within(PROMPT, lambda: call(lone))
+    error = within(PROMPT, lambda: call(lone))
     assert re.match(STOPPED, str(error))
     assert error.worker == 0
     with pytest.raises(WorkerError, match=STOPPED):
         lone.check()
     # Nor is a stopped worker waited for when the group ends.
-    assert _within(PROMPT, lambda: lone.stop(DEADLINE)) is None
+    assert within(PROMPT, lambda: lone.stop(DEADLINE)) is None
 
 
 def test_a_worker_that_is_stopped_while_it_answers_is_named(lone):
     lone.send(0, "answer at length", LARGE)
     wait_readable([lone._workers[0].channel.connection], DEADLINE)
     _stop(lone.pids[0])
-    error = _within(PROMPT, lambda: lone.receive(0, DEADLINE))
+    error = within(PROMPT, lambda: lone.receive(0, DEADLINE))
     assert re.match(STOPPED, str(error))
 
 
@@ -418,20 +403,20 @@ def test_a_large_request_to_a_worker_that_is_killed_meanwhile_names_it(lone, mon
         wait(**settings)
 
     monkeypatch.setattr(lone._workers[0].channel, "wait", kill_and_wait)
-    error = _within(PROMPT, lambda: lone.send(0, "measure", bytes(LARGE)))
+    error = within(PROMPT, lambda: lone.send(0, "measure", bytes(LARGE)))
     assert re.match(r"server 0, .* was ended by SIGKILL", str(error))
 
 
 def test_a_large_request_to_a_worker_that_does_not_listen_is_bounded(lone):
     lone.ask(0, "be deaf")
-    error = _within(PROMPT, lambda: lone.ask(0, "measure", bytes(LARGE), timeout=0.1))
+    error = within(PROMPT, lambda: lone.ask(0, "measure", bytes(LARGE), timeout=0.1))
     assert re.match(r"server 0, .*: request not taken within 0\.1 s", str(error))
     lone.stop(0.0)
 
 
 def test_a_large_request_and_a_large_answer_may_cross(group):
     group.send(0, "answer at length", LARGE)
-    assert _within(DEADLINE, lambda: group.send(0, "measure", bytes(LARGE))) is None
+    assert within(DEADLINE, lambda: group.send(0, "measure", bytes(LARGE))) is None
     assert group.receive(0, DEADLINE) == LARGE
 
 
@@ -479,15 +464,7 @@ def test_threads_stop_a_group_together_and_return_when_it_has_ended(lone):
 
 
 def test_a_forked_copy_that_stops_a_group_leaves_it_at_work(group):
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            group.stop()
-            code = len(group)
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+    assert exit_code_of(lambda: (group.stop(), os._exit(len(group)))) == 0
     assert group.ask(0, "double", 2) == 4
 
 
@@ -499,19 +476,12 @@ def test_a_stopped_group_refuses_to_be_asked(lone):
             ask(0)
 
 
-def test_stop_kills_no_worker_that_listens(lone, monkeypatch):
-    [worker] = lone._workers
-    monkeypatch.setattr(worker.process, "kill", killed := Mock())
-    lone.stop(DEADLINE)
-    assert not killed.called
-
-
 def test_stop_kills_in_time_those_that_do_not_listen():
     group = _group(2)
     pids = group.pids
     group.ask(0, "be deaf")
     _stop(pids[1])
-    assert _within(PROMPT, lambda: group.stop(timeout=0.1)) is None
+    assert within(PROMPT, lambda: group.stop(timeout=0.1)) is None
     assert _gone(pids)
 
 
