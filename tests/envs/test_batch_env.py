@@ -16,7 +16,7 @@ from mujoco.batch import SimulationError
 from tensordict import TensorDict, TensorDictBase
 from torchrl import logger as torchrl_logger
 from torchrl.envs import EnvBase, GymEnv, TransformedEnv
-from torchrl.envs.transforms import Compose, RewardSum, StepCounter, VecNormV2
+from torchrl.envs.transforms import StepCounter
 from torchrl.envs.utils import check_env_specs
 
 from tests.support.playing import act, assert_same, go, play, step
@@ -353,22 +353,6 @@ def test_a_simulation_error_terminates_its_simulation_only(monkeypatch: pytest.M
     assert not step(env, root, 1)["terminated"].any()
 
 
-@pytest.mark.filterwarnings("ignore:Support of VecNormV2 for containers with:UserWarning")
-def test_transforms_apply() -> None:
-    env = TransformedEnv(
-        MujocoBatchEnv("Hopper-v5", 4, seed=0, max_episode_steps=7),
-        Compose(RewardSum(), StepCounter(), VecNormV2(in_keys=["observation"])),
-    )
-    check_env_specs(env)
-    data = env.rollout(20, break_when_any_done=False)
-    count, done = data["next", "step_count"], data["next", "done"]
-    assert count.max() == 7
-    assert (count[:, 1:][done[:, :-1]] == 1).all()
-    reward, total = data["next", "reward"], data["next", "episode_reward"]
-    assert torch.equal(total[:, 0], reward[:, 0])
-    assert torch.equal(total[:, 1:][done[:, :-1]], reward[:, 1:][done[:, :-1]])
-
-
 def test_a_rollout_has_the_keys_shapes_and_dtypes_of_gym_env() -> None:
     ours = MujocoBatchEnv("Hopper-v5", 3, seed=0, dtype=torch.float64).rollout(5)
     theirs = GymEnv("Hopper-v5").rollout(5)
@@ -411,28 +395,6 @@ def test_time_is_counted_for_each_phase_and_adds_up_to_less_than_all() -> None:
     assert sum(spent.values()) < whole
 
 
-# raised by TorchRL's own classes when its collectors are first imported
-@pytest.mark.filterwarnings("ignore:Creating .* inherits from WeightUpdaterBase:DeprecationWarning")
-@pytest.mark.parametrize("transformed", [False, True])
-def test_collector_collects_whole_batches_over_episode_ends(transformed: bool) -> None:
-    from torchrl.collectors import Collector
-
-    base = MujocoBatchEnv("Hopper-v5", 4, seed=0)
-    env = TransformedEnv(base, StepCounter()) if transformed else base
-    collector = Collector(env, None, frames_per_batch=160, total_frames=480)
-    batches = [data.clone() for data in collector]
-    collector.shutdown()
-    data = torch.cat(batches, 1)
-    assert data.shape == (4, 120)
-    done = data["next", "done"][:, :-1, 0]
-    assert done.any()
-    here, there = data["observation"][:, 1:], data["next", "observation"][:, :-1]
-    assert torch.equal(here[~done], there[~done])
-    assert (here[done] != there[done]).any(-1).all()
-    ids = data["collector", "traj_ids"]
-    assert (ids[:, 1:][done] != ids[:, :-1][done]).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_actions_of_other_precisions_and_with_gradients_are_accepted(dtype: torch.dtype) -> None:
     env = make()
@@ -455,9 +417,7 @@ def test_a_transposed_action_has_the_cost_of_a_contiguous_one() -> None:
 @pytest.mark.parametrize(
     ("cpus", "threads"), [({3}, 1), ({0, 1}, 2), ({0, 1, 5}, 2), ({*range(8)}, 7)]
 )
-def test_threads_default_to_the_cpus_of_the_process_less_the_learners(
-    cpus: set[int], threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_default_to_the_cpus_of_the_process_less_the_learners(cpus, threads, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cpus)
     env = MujocoBatchEnv("InvertedPendulum-v5", 16)
     assert env._state.physics.batch.nthread == threads

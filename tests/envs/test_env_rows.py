@@ -83,12 +83,6 @@ def test_a_forked_process_may_step_an_environment_of_one_thread() -> None:
         wait_for(lambda: os.waitpid(child, os.WNOHANG) == (child, 0))
 
 
-def test_each_row_starts_by_a_seed_of_its_own_the_next_one_of_the_row_before() -> None:
-    one, other = (make("Hopper-v5", seed=seed).reset()["observation"] for seed in (3, 4))
-    assert torch.equal(one[1:], other[:-1])
-    assert len(one.unique(dim=0)) == N
-
-
 def test_rows_are_staggered_when_each_of_them_starts_for_the_first_time() -> None:
     env = make("HalfCheetah-v5", stagger=True)
     mask = torch.tensor([[False], [True], [False]])

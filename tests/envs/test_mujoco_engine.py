@@ -44,9 +44,7 @@ def load(integrator: str, forces: bool) -> mujoco.MjModel:
 
 @pytest.mark.parametrize("integrator", ["Euler", "RK4", "implicit", "implicitfast"])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_forces_are_those_of_rne_post_constraint_and_the_rest_stays(
-    integrator: str, threads: int
-) -> None:
+def test_forces_are_those_of_rne_post_constraint_and_the_rest_stays(integrator, threads):
     plain = load(integrator, forces=False)
     batch = Batch(load(integrator, forces=True), 5, threads)
     batch.reset()
@@ -124,9 +122,7 @@ def test_a_clock_set_by_the_caller_stays() -> None:
 
 
 @pytest.mark.parametrize("library", ["nowhere.so", _ctypes.__file__])
-def test_where_the_variable_cannot_be_found_the_clock_stays_on(
-    monkeypatch: pytest.MonkeyPatch, library: str
-) -> None:
+def test_where_the_variable_cannot_be_found_the_clock_stays_on(monkeypatch, library):
     monkeypatch.setattr(mujoco._callbacks, "__file__", library)
     stop_physics_clock()
     assert seconds_timed() > 0.0

@@ -427,9 +427,7 @@ FEET = Randomize("geom_friction[0]", 0.5, 1.0, objects=("foot_geom",))
         (Randomize("geom_aabb", 1, 2), "MuJoCo derives geom_aabb from"),
     ],
 )
-def test_what_the_model_has_not_is_refused_and_nothing_is_expanded(
-    spec: Randomize, message: str
-) -> None:
+def test_what_the_model_has_not_is_refused_and_nothing_is_expanded(spec, message):
     batch = Batch(MODEL, 2, 1)
     with pytest.raises(ConfigError, match=message):
         ModelRandomizer(batch, [MASS, spec], "test")
@@ -454,22 +452,16 @@ def test_what_a_column_may_lose_is_checked_for_that_column_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"low": 2.0}, {"high": float("inf")}, {"how": "multiply"}, {"when": "never"}]
-)
-def test_a_malformed_spec_is_refused(settings: dict) -> None:
-    with pytest.raises(ConfigError, match=r"^Randomize body_mass: .*\(expected"):
-        Randomize(**{"fields": "body_mass", "low": 0.5, "high": 1.5, **settings})
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
+        *((bad, "") for bad in ({"low": 2.0}, {"high": float("inf")}, {"how": "multiply"})),
+        ({"when": "never"}, ""),
         ({"low": None}, r"range is None to 1.0 \(expected finite numbers"),
         ({"objects": "torso"}, r"objects is 'torso' \(expected a tuple of names\). Give"),
         ({"objects": (1,)}, r"objects is \(1,\) \(expected a tuple of names"),
         ({"fields": 5}, r"fields is 5 \(expected a tuple of names"),
     ],
 )
-def test_what_is_no_number_and_no_tuple_of_names_is_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_malformed_spec_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message or r"^Randomize body_mass: .*\(expected"):
         Randomize(**{"fields": "body_mass", "low": 0.5, "high": 1.0, **options})

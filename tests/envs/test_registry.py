@@ -97,9 +97,7 @@ def test_an_unknown_name_is_refused(name: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["import no_such_package", "raise ValueError('my bug')"])
-def test_an_error_within_a_module_of_ones_own_is_raised_as_it_is(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_within_a_module_of_ones_own_is_raised_as_it_is(line, tmp_path, monkeypatch):
     (tmp_path / "own_bug_of_a_test.py").write_text(f"{line}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(

@@ -6,7 +6,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mujoco
@@ -15,9 +14,7 @@ import pytest
 import torch
 from mujoco.batch import Batch
 from mujoco.rendering.classic import gl_context
-from torchrl.envs import TransformedEnv
 from torchrl.envs.utils import check_env_specs
-from torchrl.record import CSVLogger, VideoRecorder
 
 from tests.support.bounds import DEADLINE
 from torchrl_unilab.envs import MujocoBatchEnv
@@ -307,9 +304,7 @@ def test_steps_load_no_opengl() -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-def test_without_opengl_an_error_names_what_is_missing_and_steps_continue(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_without_opengl_an_error_names_what_is_missing_and_steps_continue(tmp_path, monkeypatch):
     for library in ("libEGL.so.1", "libEGL.so", "libOSMesa.so", "libOSMesa.so.8"):
         (tmp_path / library).write_text("no library")
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "MUJOCO_GL", "PYOPENGL_PLATFORM"):
@@ -336,20 +331,6 @@ def test_a_missing_library_is_named(monkeypatch) -> None:
 def test_a_backend_that_was_asked_for_is_the_only_choice() -> None:
     with pytest.raises(ConfigError, match=r"here; vulkan: .*invalid value.*unset MUJOCO_GL"):
         find_backend("vulkan")
-
-
-def test_torchrl_records_videos_of_the_pixels(tmp_path: Path) -> None:
-    base = make(num_envs=4, from_pixels=True).env
-    logger = CSVLogger("run", log_dir=str(tmp_path), video_format="pt")
-    env = TransformedEnv(base, VideoRecorder(logger, tag="walk"))
-    pixels = env.rollout(5, lambda td: td.set("action", torch.zeros(4, 1)))["next", "pixels"]
-    env.transform.dump()
-    (path,) = (tmp_path / "run" / "videos").iterdir()
-    video = torch.load(path)
-    assert video.shape == (1, 6, 3, 2 * 48, 2 * 64)
-    last = video[0, -1].permute(1, 2, 0)
-    assert torch.equal(last[:48, :64], pixels[0, -1])
-    assert torch.equal(last[48:, 64:], pixels[3, -1])
 
 
 def test_a_fork_of_a_process_that_has_drawn_refuses_to_draw(monkeypatch) -> None:

@@ -61,9 +61,7 @@ def test_what_is_looked_at_for_divergence_is_all_that_moves() -> None:
     np.testing.assert_array_equal(physics._moving, np.concatenate(parts, axis=1))
 
 
-def test_a_state_that_is_not_finite_has_diverged_also_where_mujoco_does_not_say_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_state_that_is_not_finite_has_diverged_also_where_mujoco_does_not_say_so(monkeypatch):
     physics = simulations()
 
     def overflow(ids: None, nstep: int) -> None:
@@ -88,9 +86,7 @@ def test_a_placed_simulation_forgets_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_task_may_not_write_to_the_pose_and_velocity_in_which_all_episodes_start(
-    which: int,
-) -> None:
+def test_a_task_may_not_write_to_the_pose_and_velocity_in_which_all_episodes_start(which):
     with pytest.raises(ValueError, match="read-only"):
         simulations().start[which][0] = 1.0
 

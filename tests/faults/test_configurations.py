@@ -16,8 +16,6 @@ from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, train_appo, tra
 APPO: list[dict[str, Any]] = [
     {"num_envs": 0},
     {"slots": 10**9},
-    {"observation": "nothing"},
-    {"critic_observation": "nothing"},
     {"minibatches": 33, "pool": 2},  # the first update is of one rollout
     {"minibatches": 2, "num_envs": 1, "num_steps": 1},
 ]
@@ -26,8 +24,6 @@ SAC: list[dict[str, Any]] = [
     {"replay_buffer_n": 10**12},
     {"batch_size": 2000},  # more than the replay holds
     {"learning_starts": 500},  # all frames
-    {"observation": "nothing"},
-    {"critic_observation": "nothing"},
 ]
 RUN: list[dict[str, Any]] = [{"env": "Nonsense-v5"}, {"env": None}, {"frames": 0}, {"seed": -1}]
 

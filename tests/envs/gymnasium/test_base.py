@@ -22,9 +22,7 @@ def draw(seed: int, *shape: int) -> np.ndarray:
     dtype=st.sampled_from([np.float32, np.float64]),
     seed=SEEDS,
 )
-def test_sums_of_squares_add_each_row_as_np_sum_adds_an_array(
-    shape: list[int], dtype: type, seed: int
-) -> None:
+def test_sums_of_squares_add_each_row_as_np_sum_adds_an_array(shape, dtype, seed):
     values: np.ndarray = draw(seed, *shape).astype(dtype)
     expected = np.array([np.sum(np.square(row)) for row in values])
     # as a batch lays out the field of a state: rows apart
@@ -53,9 +51,7 @@ def test_powers_are_those_of_scalars_which_differ_from_products() -> None:
 
 
 @given(n=st.integers(1, 20), bodies=st.integers(1, 20), own=st.booleans(), seed=SEEDS)
-def test_mass_centers_are_those_of_one_simulation(
-    n: int, bodies: int, own: bool, seed: int
-) -> None:
+def test_mass_centers_are_those_of_one_simulation(n, bodies, own, seed):
     masses = np.abs(draw(seed, n if own else 1, bodies))
     positions = draw(seed + 1, n, bodies, 3)
     rows = np.broadcast_to(masses, (n, bodies))

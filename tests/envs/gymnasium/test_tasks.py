@@ -227,9 +227,7 @@ def test_steps_of_an_own_model_equal_gymnasium_bit_for_bit(name: str, tmp_path: 
     steps_beside_gymnasium(make_task(name, model=model), 30, 20, torch.float64, xml_file=model)
 
 
-def test_a_path_is_a_file_and_a_mere_name_an_asset_as_gymnasium_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_is_a_file_and_a_mere_name_an_asset_as_gymnasium_has_it(tmp_path, monkeypatch):
     asset = make_task("Hopper-v5").model_path()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -274,9 +272,7 @@ def test_spaces_and_limits_are_those_of_gymnasium(name: str) -> None:
 
 
 @pytest.mark.parametrize("task", [Hopper(), Walker2d(), Ant(), Humanoid()])
-def test_health_at_and_around_each_bound_equals_gymnasium(
-    task: Hopper | Walker2d | Ant | Humanoid,
-) -> None:
+def test_health_at_and_around_each_bound_equals_gymnasium(task):
     seen = set()
     height = 2 if isinstance(task, Ant | Humanoid) else 1
     with gym_envs(task.name, 1) as (gym,):
