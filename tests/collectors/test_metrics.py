@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import closing
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
@@ -98,79 +99,72 @@ def _clock(*seconds: float) -> PhaseClock:
 
 
 def test_before_the_first_episode_there_is_no_mean():
-    latest = SharedMetrics(2)
-    read = latest.total()
-    assert (read.frames, read.episodes) == (0, 0)
-    assert math.isnan(read.episode_return)
-    assert math.isnan(read.timeout_rate)
-    assert read.fps["physics"] == math.inf
-    latest.close()
-    latest.close()
+    with closing(SharedMetrics(2)) as latest:
+        read = latest.total()
+        assert (read.frames, read.episodes) == (0, 0)
+        assert math.isnan(read.episode_return)
+        assert math.isnan(read.timeout_rate)
+        assert read.fps["physics"] == math.inf
+        latest.close()
 
 
 def test_metrics_of_workers_are_summed_and_the_newest_count():
-    latest = SharedMetrics(2)
-    latest.publish(0, 10, 0, _log([9.0], terminated=False), _clock(1, 1, 1, 1))
-    latest.publish(0, 40, 0, _log([1.0, 2.0], terminated=False), _clock(2, 1, 0.5, 0))
-    latest.publish(1, 60, 0, _log([6.0], terminated=True), _clock(3, 1, 0.5, 0))
-    read = latest.total()
-    assert (read.frames, read.episodes) == (100, 3)
-    assert (read.episode_return, read.episode_length) == (3.0, 1.0)
-    assert read.timeout_rate == pytest.approx(2 / 3)
-    assert read.termination_rate == pytest.approx(1 / 3)
-    assert read.seconds == {"physics": 5.0, "policy": 2.0, "write": 1.0, "wait": 0.0}
-    assert read.fps == {"physics": 20.0, "policy": 50.0, "write": 100.0, "wait": math.inf}
-    latest.close()
+    with closing(SharedMetrics(2)) as latest:
+        latest.publish(0, 10, 0, _log([9.0], terminated=False), _clock(1, 1, 1, 1))
+        latest.publish(0, 40, 0, _log([1.0, 2.0], terminated=False), _clock(2, 1, 0.5, 0))
+        latest.publish(1, 60, 0, _log([6.0], terminated=True), _clock(3, 1, 0.5, 0))
+        read = latest.total()
+        assert (read.frames, read.episodes) == (100, 3)
+        assert (read.episode_return, read.episode_length) == (3.0, 1.0)
+        assert read.timeout_rate == pytest.approx(2 / 3)
+        assert read.termination_rate == pytest.approx(1 / 3)
+        assert read.seconds == {"physics": 5.0, "policy": 2.0, "write": 1.0, "wait": 0.0}
+        assert read.fps == {"physics": 20.0, "policy": 50.0, "write": 100.0, "wait": math.inf}
 
 
 def test_other_metrics_of_workers_are_read_by_name_as_means():
-    latest = SharedMetrics(3, names=["reward/forward", "reward/alive"])
-    told = EpisodeLog(1), PhaseClock()
-    latest.publish(0, 0, 0, *told, values={"reward/forward": 1.0, "reward/alive": 4.0})
-    latest.publish(1, 0, 0, *told, values={"reward/forward": 2.0})
+    with closing(SharedMetrics(3, names=["reward/forward", "reward/alive"])) as latest:
+        told = EpisodeLog(1), PhaseClock()
+        latest.publish(0, 0, 0, *told, values={"reward/forward": 1.0, "reward/alive": 4.0})
+        latest.publish(1, 0, 0, *told, values={"reward/forward": 2.0})
 
-    values = latest.total().values
+        values = latest.total().values
 
-    assert values == {"reward/forward": 1.5, "reward/alive": 4.0}
-    latest.close()
+        assert values == {"reward/forward": 1.5, "reward/alive": 4.0}
 
 
 def test_a_metric_that_was_not_named_is_left_out():
-    latest = SharedMetrics(1, names=["reward/forward"])
-    values = {"reward/alive": 1.0, "reward/forward": 2.0}
+    with closing(SharedMetrics(1, names=["reward/forward"])) as latest:
+        values = {"reward/alive": 1.0, "reward/forward": 2.0}
 
-    latest.publish(0, 1, 0, EpisodeLog(1), PhaseClock(), values=values)
+        latest.publish(0, 1, 0, EpisodeLog(1), PhaseClock(), values=values)
 
-    assert latest.total().values == {"reward/forward": 2.0}
-    latest.close()
+        assert latest.total().values == {"reward/forward": 2.0}
 
 
 def test_the_means_are_over_the_last_64_episodes_of_all_workers_in_equal_shares():
-    latest = SharedMetrics(2)
-    early, late = [100.0] * 200, [float(i) for i in range(32)]
-    latest.publish(0, 0, 0, _log([*early, *late], terminated=False), _clock(0, 0, 0, 0))
-    latest.publish(1, 0, 0, _log([*early, *[5.0] * 32], terminated=True), _clock(0, 0, 0, 0))
-    read = latest.total()
-    assert read.episodes == 464
-    assert read.episode_return == pytest.approx((sum(late) + 160.0) / 64)
-    assert read.timeout_rate == 0.5
-    latest.close()
+    with closing(SharedMetrics(2)) as latest:
+        early, late = [100.0] * 200, [float(i) for i in range(32)]
+        latest.publish(0, 0, 0, _log([*early, *late], terminated=False), _clock(0, 0, 0, 0))
+        latest.publish(1, 0, 0, _log([*early, *[5.0] * 32], terminated=True), _clock(0, 0, 0, 0))
+        read = latest.total()
+        assert read.episodes == 464
+        assert read.episode_return == pytest.approx((sum(late) + 160.0) / 64)
+        assert read.timeout_rate == 0.5
 
 
 def test_of_more_workers_than_the_window_has_episodes_each_counts_with_its_last():
-    latest = SharedMetrics(WINDOW + 1)
-    for worker in range(WINDOW + 1):
-        latest.publish(worker, 0, 0, _log([9.0, 2.0], terminated=False), PhaseClock())
-    assert latest.total().episode_return == 2.0
-    latest.close()
+    with closing(SharedMetrics(WINDOW + 1)) as latest:
+        for worker in range(WINDOW + 1):
+            latest.publish(worker, 0, 0, _log([9.0, 2.0], terminated=False), PhaseClock())
+        assert latest.total().episode_return == 2.0
 
 
 def test_the_next_trajectory_comes_after_those_of_all_workers():
-    latest = SharedMetrics(2)
-    for worker, trajectory in enumerate((12, 7)):
-        latest.publish(worker, 0, trajectory, EpisodeLog(1), PhaseClock())
-    assert latest.total().next_trajectory == 12
-    latest.close()
+    with closing(SharedMetrics(2)) as latest:
+        for worker, trajectory in enumerate((12, 7)):
+            latest.publish(worker, 0, trajectory, EpisodeLog(1), PhaseClock())
+        assert latest.total().next_trajectory == 12
 
 
 def test_metrics_that_were_closed_are_neither_published_nor_read():

@@ -66,16 +66,6 @@ def set_action(policy: nn.Module, value: float) -> None:
         list(policy.parameters())[-1].fill_(value)
 
 
-def make_policy_at_half() -> TensorDictModule:
-    """A policy factory: every action is 0.5."""
-    return make_policy(0.5)
-
-
-def make_policy_at_quarter() -> TensorDictModule:
-    """A policy factory: every action is 0.25."""
-    return make_policy(0.25)
-
-
 class Context:
     """What a sender needs of a collector."""
 

@@ -36,10 +36,14 @@ def _trainer() -> Mock:
     return Mock(total_frames=1000, _stop_training=False)
 
 
-def _collect(evaluation: BackgroundEvaluation, trainer: Mock, frames: int) -> None:
-    """A batch has come; hooks look."""
+def _collect(
+    evaluation: BackgroundEvaluation, trainer: Mock, frames: int, *, finish: bool = False
+) -> None:
+    """A batch has come; hooks look, and what they begin may finish."""
     trainer.collected_frames = frames
     evaluation()
+    if finish:
+        evaluation.finish()
 
 
 @contextlib.contextmanager
@@ -90,11 +94,9 @@ def _expected(policy: torch.nn.Module) -> float:
 
 def test_it_evaluates_the_published_policy_once_an_interval_is_over(evaluation, policy):
     background, trainer = evaluation
-    _collect(background, trainer, 99)
-    background.finish()
+    _collect(background, trainer, 99, finish=True)
     assert background.evaluations == []
-    _collect(background, trainer, 130)
-    background.finish()
+    _collect(background, trainer, 130, finish=True)
     (one,) = background.evaluations
     expected = _expected(policy)
     length = expected + 1  # the step at which it falls earns nothing
@@ -111,8 +113,7 @@ def test_it_takes_the_newest_version_whole(evaluation, policy, transport):
         for parameter in policy.parameters():
             parameter.mul_(-2.0)
     version = transport.write_weights(policy)
-    _collect(background, trainer, 100)
-    background.finish()
+    _collect(background, trainer, 100, finish=True)
     (one,) = background.evaluations
     assert (one.version, one.mean_return) == (version, _expected(policy))
 
@@ -127,30 +128,25 @@ def test_what_becomes_due_during_an_evaluation_is_left_out(evaluation):
     finally:
         del background._process.poll
     background.finish()
-    _collect(background, trainer, 290)
-    background.finish()
+    _collect(background, trainer, 290, finish=True)
     assert [one.frames for one in background.evaluations] == [100]
-    _collect(background, trainer, 300)
-    background.finish()
+    _collect(background, trainer, 300, finish=True)
     assert [one.frames for one in background.evaluations] == [100, 300]
 
 
 def test_a_restored_evaluation_continues_and_repeats_what_had_not_ended(evaluation):
     background, trainer = evaluation
     trainer.register_module.assert_called_once_with("evaluation", background)
-    _collect(background, trainer, 150)
-    background.finish()
+    _collect(background, trainer, 150, finish=True)
     before = list(background.evaluations)
     _collect(background, trainer, 210)  # runs while the checkpoint is written
     state = background.state_dict()
     background.finish()
     background.load_state_dict(state)
     assert background.evaluations == before
-    _collect(background, trainer, 230)
-    background.finish()
+    _collect(background, trainer, 230, finish=True)
     background.load_state_dict(background.state_dict())
-    _collect(background, trainer, 299)  # of the same interval
-    background.finish()
+    _collect(background, trainer, 299, finish=True)  # of the same interval
     assert [one.frames for one in background.evaluations] == [150, 230]
 
 
@@ -213,8 +209,7 @@ def test_an_evaluation_is_filmed_each_so_many_frames(policy, transport, tmp_path
     videos = Videos(stage, tmp_path / "videos", interval=200)
     with _evaluating(make_env, policy, transport, interval=100, videos=videos) as evaluation:
         for frames in (100, 200, 300, 400):
-            _collect(evaluation, evaluation._trainer, frames)
-            evaluation.finish()
+            _collect(evaluation, evaluation._trainer, frames, finish=True)
     names = sorted(path.name for path in videos.directory.iterdir())
     assert names == ["frames-000000000200.mp4", "frames-000000000400.mp4"]
     frames, _ = read_video(videos.directory / names[0])
@@ -261,8 +256,7 @@ def test_an_episode_that_nothing_ends_is_cut():
         contextlib.closing(UniLabShmTransport.from_state_dict(cheetah)) as published,
         _evaluating(endless, cheetah, published, interval=1, max_steps=7) as background,
     ):
-        _collect(background, background._trainer, 1)
-        background.finish()
+        _collect(background, background._trainer, 1, finish=True)
     assert [one.mean_length for one in background.evaluations] == [7.0]
 
 

@@ -29,7 +29,6 @@ from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.limits import available_cores
-from torchrl_unilab.modules import make_td3_actor
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.trainers import (
     OffPolicyConfig,
@@ -303,15 +302,12 @@ def test_a_resumed_trainer_whose_first_updates_leave_the_policy_has_not_diverged
 
 
 def test_what_is_learnt_reaches_the_collector():
-    trainer = off_policy_trainer(ticks=8)  # in the last of which the first updates are taken
-    worker = trainer.collector._team.service.rollouts.policy
-    before = {key: value.clone() for key, value in worker.state_dict().items()}
-    trainer.train()
-    assert equal_states(dict(worker.state_dict()), before)
-    trainer = off_policy_trainer(ticks=9)
-    worker = trainer.collector._team.service.rollouts.policy
-    trainer.train()
-    assert not equal_states(dict(worker.state_dict()), before)
+    for ticks in (8, 9):  # in the eighth the first updates are taken
+        trainer = off_policy_trainer(ticks)
+        worker = trainer.collector._team.service.rollouts.policy
+        before = {key: value.clone() for key, value in worker.state_dict().items()}
+        trainer.train()
+        assert equal_states(dict(worker.state_dict()), before) is (ticks == 8)
 
 
 def test_the_normaliser_counts_each_row_once_though_rows_are_drawn_often():
@@ -349,20 +345,16 @@ def _last(storage) -> torch.Tensor:
 
 
 def test_a_replay_that_never_has_enough_for_the_first_update_is_refused():
-    collector = ReplayCollector(
-        create_pendulum,
-        make_td3_actor(4, 1, low=-3.0, high=3.0, hidden=(8,)),
-        capacity=16,
-        frames_per_batch=4,
-        inline=True,
-    )
     config = OffPolicyConfig(**QUICK)
-    env = create_pendulum()
-    loss = build_off_policy(env, config).loss
-    env.close()
-    with pytest.raises(ConfigError, match=r"replay of 16 rows \(expected at least 32"):
-        OffPolicyTrainer(collector=collector, loss_module=loss, total_frames=100, config=config)
-    collector.shutdown()
+    learner, _ = _learner_and_row(config)
+    settings = {"capacity": 16, "frames_per_batch": 4, "inline": True}
+    with (
+        ReplayCollector(create_pendulum, learner.actor, **settings) as collector,
+        pytest.raises(ConfigError, match=r"replay of 16 rows \(expected at least 32"),
+    ):
+        OffPolicyTrainer(
+            collector=collector, loss_module=learner.loss, total_frames=100, config=config
+        )
 
 
 # Whole runs

@@ -24,16 +24,7 @@ from torchrl.collectors import (
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
 
-from tests.support.acting import (
-    StillEnv,
-    ValuedEnv,
-    actions,
-    collecting,
-    make_policy,
-    make_policy_at_half,
-    make_policy_at_quarter,
-    set_action,
-)
+from tests.support.acting import StillEnv, ValuedEnv, actions, collecting, make_policy, set_action
 from tests.support.processes import wait_for
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -149,7 +140,7 @@ def test_a_uniform_factory_starts_from_its_own_weights(scheme_cls: SchemeClass):
     with collecting(
         MultiSyncCollector,
         [StillEnv],
-        policy_factory=make_policy_at_half,
+        policy_factory=partial(make_policy, 0.5),
         weight_sync_schemes={"policy": scheme_cls()},
     ) as collector:
         batches = iter(collector)
@@ -164,7 +155,7 @@ def test_distinct_factories_have_weights_of_their_own(scheme_cls: SchemeClass):
     with collecting(
         MultiSyncCollector,
         [StillEnv] * 2,
-        policy_factory=[make_policy_at_half, make_policy_at_quarter],
+        policy_factory=[partial(make_policy, value) for value in (0.5, 0.25)],
         cat_results="stack",
         weight_sync_schemes={"policy": scheme},
     ) as collector:
