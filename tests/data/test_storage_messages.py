@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, RoundRobinWriter, SamplerWithoutReplacement
 
+from tests.support.checkpoints import BOTH_WAYS
 from tests.support.rollouts import make_rollout, stack
 from tests.support.transitions import replay_of, same, transitions
 from torchrl_unilab.data import (
@@ -46,19 +44,7 @@ def packed_buffer(writer: type = PackedReplayWriter, capacity: int = 8) -> Repla
 # Checkpoints of stock storages
 
 
-def by_folder(saved: Any, loaded: Any, path: Path) -> None:
-    saved.dumps(path)
-    loaded.loads(path)
-
-
-def by_state_dict(saved: Any, loaded: Any, path: Path) -> None:
-    loaded.load_state_dict(saved.state_dict())
-
-
-LOAD = pytest.mark.parametrize("load", [by_folder, by_state_dict])
-
-
-@LOAD
+@BOTH_WAYS
 @STOCK
 @WRITERS
 @pytest.mark.parametrize(("rows", "capacity"), [(5, 8), (8, 8), (11, 8), (11, 20)])
@@ -92,7 +78,7 @@ def test_a_stock_checkpoint_replaces_the_rows_that_were_there(tmp_path):
     assert same(buffer[:], saved[:])
 
 
-@LOAD
+@BOTH_WAYS
 def test_more_stock_rows_than_fit_are_refused_by_both_numbers(load, tmp_path):
     with replay_of(transitions(2, seed=1), 4) as storage:
         with pytest.raises(UniLabError, match=r"cannot load 5 rows.*4"):
@@ -100,7 +86,7 @@ def test_more_stock_rows_than_fit_are_refused_by_both_numbers(load, tmp_path):
         assert same(storage[:], transitions(2, seed=1))
 
 
-@LOAD
+@BOTH_WAYS
 def test_stock_rows_of_other_keys_are_refused_and_leave_what_is_there(load, tmp_path):
     saved = ReplayBuffer(storage=LazyTensorStorage(8))
     saved.extend(TensorDict({"pixels": torch.ones(3, 2)}, [3]))
@@ -110,7 +96,7 @@ def test_stock_rows_of_other_keys_are_refused_and_leave_what_is_there(load, tmp_
         assert same(storage[:], transitions(2, seed=1))
 
 
-@LOAD
+@BOTH_WAYS
 def test_a_stock_checkpoint_of_plain_tensors_is_named(load, tmp_path):
     saved = ReplayBuffer(storage=LazyTensorStorage(8))
     saved.extend(torch.ones(3, 2))
@@ -121,7 +107,7 @@ def test_a_stock_checkpoint_of_plain_tensors_is_named(load, tmp_path):
         load(saved.storage, storage, tmp_path)
 
 
-@LOAD
+@BOTH_WAYS
 def test_a_stock_checkpoint_for_a_ring_says_what_it_is_and_how_to_convert(load, tmp_path):
     with (
         RolloutRingStorage(4) as storage,

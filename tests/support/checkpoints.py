@@ -9,11 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tensordict import NonTensorData
 from torchrl.checkpoint import Checkpoint
 
 Leaves = dict[str, Any]
+
+
+def by_file(saved: Any, loaded: Any, path: Path) -> None:
+    saved.dumps(path)
+    loaded.loads(path)
+
+
+def by_state(saved: Any, loaded: Any, path: Path) -> None:
+    loaded.load_state_dict(saved.state_dict())
+
+
+BOTH_WAYS = pytest.mark.parametrize("load", [by_file, by_state])
 
 
 class LeavesAMark:

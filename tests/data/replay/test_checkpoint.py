@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
+from tests.support.checkpoints import BOTH_WAYS
 from tests.support.processes import receive, spawned, wait_for
 from tests.support.striking import exit_code_of, forked, kill_self, stop_self, strike_at
 from tests.support.transitions import (
@@ -33,19 +34,7 @@ from torchrl_unilab.errors import CheckpointError, WaitTimeoutError
 EXAMPLE = stamped(torch.zeros(1))[0].contiguous()
 
 
-def by_file(one: PackedReplayStorage, other: PackedReplayStorage, path) -> None:
-    one.dumps(path)
-    other.loads(path)
-
-
-def by_state(one: PackedReplayStorage, other: PackedReplayStorage, path) -> None:
-    other.load_state_dict(one.state_dict())
-
-
-both_ways = pytest.mark.parametrize("load", [by_file, by_state])
-
-
-@both_ways
+@BOTH_WAYS
 @pytest.mark.parametrize("count", [0, 7, 33])
 @pytest.mark.parametrize("writers", [1, 2])
 @pytest.mark.parametrize("known", [False, True])
@@ -68,7 +57,7 @@ def test_a_checkpoint_brings_back_rows_counts_and_samples(tmp_path, load, count,
             assert same(other.sample(9, seed=1), one.sample(9, seed=1))
 
 
-@both_ways
+@BOTH_WAYS
 @pytest.mark.parametrize("count", [7, 33])
 def test_a_buffer_of_torchrl_saves_and_loads_its_storage_and_extends_it_alike(
     tmp_path, load, count
@@ -96,7 +85,7 @@ def test_a_draft_is_not_left_beside_a_checkpoint(tmp_path):
     [{"max_size": 21}, {"writers": 2}, {"n_step": 2}, {"example": EXAMPLE}],
     ids=["size", "shards", "steps", "keys"],
 )
-@both_ways
+@BOTH_WAYS
 def test_a_checkpoint_of_other_rows_is_refused_and_the_rows_stay(tmp_path, load, settings):
     with replay_of(transitions(7), 20) as one:
         kind = {"max_size": 20, "example": transitions(1)[0], **settings}
@@ -166,7 +155,7 @@ def test_a_header_of_another_number_of_shards_is_refused_and_the_rows_stay(pair,
 
 
 @pytest.mark.slow
-@both_ways
+@BOTH_WAYS
 def test_what_is_saved_beside_writers_is_whole_and_without_a_gap(tmp_path, load):
     with (
         PackedReplayStorage(60_000, example=EXAMPLE, writers=2) as one,
@@ -186,7 +175,7 @@ def test_what_is_saved_beside_writers_is_whole_and_without_a_gap(tmp_path, load)
         assert ((stamps[1:] - stamps[:-1] == 8) | (stamps[1:] % 8 == 1)).all()
 
 
-@both_ways
+@BOTH_WAYS
 @pytest.mark.parametrize(("appended", "kept"), [(900, 4592), (8192, 1024), (9000, 1024)])
 def test_rows_overwritten_while_they_are_saved_are_left_out(
     tmp_path, monkeypatch, load, appended, kept
@@ -208,7 +197,7 @@ def test_rows_overwritten_while_they_are_saved_are_left_out(
         assert rows["count"][:, 0].tolist() == [*range(8192 - kept, 8192)]
 
 
-@both_ways
+@BOTH_WAYS
 def test_a_checkpoint_of_which_all_rows_were_overwritten_loads(tmp_path, monkeypatch, load):
     with PackedReplayStorage(20) as one, PackedReplayStorage(20) as other:
         one.append(transitions(7))
@@ -256,7 +245,7 @@ def test_memory_stays_flat_while_a_replay_is_saved_and_loaded(tmp_path):
         assert grown < other.nbytes + (16 << 20)  # its own pages, touched for the first time
 
 
-@both_ways
+@BOTH_WAYS
 def test_a_process_killed_while_it_loads_leaves_all_rows_or_none_to_save(tmp_path, load):
     with replay_of(transitions(7), 20) as one:
         one.dumps(tmp_path)

@@ -39,20 +39,6 @@ def test_a_step_is_that_of_its_optimiser_to_the_bit_with_the_settings_that_it_ha
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_step_is_that_of_adam_on_the_parameters():
-    ours, theirs = _parameters(), _parameters()
-    flat, adam = FlatAdam(ours, 1e-2), torch.optim.Adam(theirs, lr=1e-2, fused=True)
-    for _ in range(3):
-        for parameters in (ours, theirs):
-            sum(p.square().sum() for p in parameters).backward()
-        flat.step()
-        adam.step()
-        adam.zero_grad()
-        flat.grad.zero_()
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_parameters_and_gradients_are_views_of_one_tensor_each_and_keep_their_values():
     parameters, before = _parameters(), _parameters()
     flat = FlatAdam(parameters, 1e-2)
