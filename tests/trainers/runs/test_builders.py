@@ -223,6 +223,12 @@ def test_the_value_targets_of_sac_and_td3_are_discounted_as_the_settings_say(alg
     assert loss.value_estimator.gamma == pytest.approx(0.9)
 
 
+def test_sacs_temperature_begins_as_the_settings_say():
+    config = OffPolicyConfig("sac", alpha=0.3, hidden=(8,))
+    loss = build_learner(_acting(Bounded(-1.0, 1.0, shape=(3,))), config).loss
+    assert loss.log_alpha.exp().item() == pytest.approx(0.3)
+
+
 BOTH = {"num_envs": 2, "num_collectors": 3, "restart_workers": 5, "collector_device": "cuda:1"}
 OF_BOTH = {"num_collectors": 3, "restart_workers": 5, "policy_device": "cuda:1", "seed": 7}
 OF_BOTH |= {"lockstep": False, "weight_sync_schemes": {"policy": "scheme"}}
