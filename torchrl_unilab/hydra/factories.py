@@ -47,8 +47,6 @@ def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:
         0.998
     """
     given = {name: None if v == "none" else v for name, v in _given(values).items()}
-    if isinstance(hidden := given.get("hidden"), Sequence):
-        given["hidden"] = tuple(hidden)
     try:
         known = as_choice("algorithm", algorithm, SETTINGS, "Choose one.")
         return SETTINGS[known].for_task(task, **given)
