@@ -140,6 +140,10 @@ def test_of_many_names_that_begin_alike_three_are_suggested():
     assert nearest("a", ["ab", "b", "ac", "ad", "ae"]) == " Did you mean ab or ac or ad?"
 
 
+def test_of_names_that_are_only_similar_the_most_similar_is_suggested():
+    assert nearest("abcx", ["abce", "abcdx"]) == " Did you mean abcdx?"
+
+
 def test_a_setting_without_a_default_says_what_to_set():
     with pytest.raises(ConfigError, match=r"env: '' .* Set the task, for example .*\.$"):
         RunConfig("", 1000)
