@@ -248,6 +248,18 @@ def test_a_node_that_is_disconnected_in_its_own_thread_ends_that(node, monkeypat
     assert node.scheme._thread is None
 
 
+def test_a_node_is_disconnected_though_its_call_of_the_mailbox_never_returns(node, monkeypatch):
+    thread, called, hung = node.scheme._thread, threading.Event(), threading.Event()
+    monkeypatch.setattr("torchrl_unilab.distributed.node._END_SECONDS", 0.1)
+    monkeypatch.setattr(node.scheme, "_poll", lambda *_: called.set() or hung.wait())
+    assert called.wait(DEADLINE)
+    node.scheme.disconnect()
+    assert thread.is_alive()
+    hung.set()
+    thread.join(DEADLINE)
+    assert not thread.is_alive()
+
+
 def test_a_node_polls_soon_after_a_version_and_then_less_and_less_often(learner, node, monkeypatch):
     poll, polls = node.scheme._poll, list[tuple[int, float]]()
 

@@ -30,6 +30,7 @@ POLL_SECONDS = 0.5
 SOON_SECONDS = 0.02
 """Seconds that a poll waits at most, and after a new version: workers may report that soon."""
 _GRACE_SECONDS = 2.0  # that the answer to a poll may take beyond the poll's own wait
+_END_SECONDS = 5.0  # to wait for the thread: as Ray ends, a call of it may never return
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class NodeScheme(UniLabShmScheme):
         if (thread := self._thread) is not None:
             self._ended.set()
             if thread is not threading.current_thread():  # the collector may be collected there
-                thread.join()
+                thread.join(_END_SECONDS)
             self._thread = None
 
     def shutdown(self) -> None:
