@@ -37,8 +37,8 @@ SHOWN = ("torch", "torchrl", "tensordict", "mujoco", "gymnasium", "numpy")
 DEFAULT_TESTS = ["tests"]
 
 
-def run(name: str, tests: list[str]) -> str:
-    """Install a set, run the tests, and return its row of the table."""
+def run(name: str, tests: list[str]) -> bool:
+    """Install a set, run the tests, print its row of the table; return whether all passed."""
     home = ROOT / "build" / "matrix" / name
     python = home / "bin" / "python"
     if not python.exists():
@@ -53,19 +53,20 @@ def run(name: str, tests: list[str]) -> str:
     tested = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=False)
     (home / "tests.log").write_text(tested.stdout + tested.stderr)
     *_, last = re.findall(r"\d+ (?:passed|failed|error).*", tested.stdout) or ["no tests ran"]
-    return f"| {name} | {' | '.join(versions)} | {last.strip(' =')} |"
+    print(f"| {name} | {' | '.join(versions)} | {last.strip(' =')} |", flush=True)
+    return tested.returncode == 0
 
 
-def main() -> None:
-    """Print the table, row by row."""
+def main() -> int:
+    """Print the table, row by row; return 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--tests", nargs="+", default=DEFAULT_TESTS)
     options = parser.parse_args()
     print(f"| set | {' | '.join(SHOWN)} | tests |\n|---|{'---|' * (len(SHOWN) + 1)}")
-    for name in options.sets:
-        print(run(name, options.tests), flush=True)
+    passed = [run(name, options.tests) for name in options.sets]
+    return int(not all(passed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
