@@ -238,7 +238,7 @@ class SharedMetrics(Owner):
             rows.append(part["last"].numpy()[newest])
         last = np.concatenate(rows)
         mean = last.mean(axis=0) if len(last) else np.full(3, np.nan)
-        # Lists: of so few numbers Python has the sums before torch has begun.
+        # Lists: with so few numbers Python is faster than torch.
         seconds = zip(*(part["seconds"].tolist() for part in parts), strict=True)
         values = zip(*(part["values"].tolist() for part in parts), strict=True)
         return CollectorMetrics(

@@ -85,8 +85,8 @@ class FusedOffPolicyUpdate(Owner):
         tau: Share of the networks that their targets take over in each step.
         matmul_dtype: The dtype of hidden layers' products; the parameters' if None.
         policy_thread: Compute the policy's gradient in a second thread, in parallel with the
-            critics', and in steps without it the critics' targets. The results are the same, bit
-            for bit. On a GPU both are branches of a graph in any case.
+            critics', and share the critics' work with it while it is free. The results are the
+            same, bit for bit. On a GPU both are branches of a graph in any case.
         ranks: Processes over whose minibatches gradients and statistics are averaged.
 
     Attributes:
