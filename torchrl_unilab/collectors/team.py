@@ -90,13 +90,9 @@ class WorkerTeam:
         Raises:
             WorkerError: A worker failed, or did not answer in time.
         """
-        try:
-            if not self._asked:
-                self._ask_outstanding()
-            self._retry(self._take_answers)
-        except BaseException:
-            self._asked = False  # an answer may have been lost with Ctrl-C
-            raise
+        if not self._asked:  # such as after Ctrl-C between two requests
+            self._ask_outstanding()
+        self._retry(self._take_answers)
 
     def _take_answers(self) -> None:
         for worker in sorted(self._outstanding):
