@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import IndependentNormal
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules import make_actor
+from torchrl_unilab.modules import make_actor, make_sac_actor
 from torchrl_unilab.modules.gaussian import HALF_LOG_2PI, DiagonalNormal, GaussianActor
 
 
@@ -37,6 +38,16 @@ def test_the_actor_gives_action_and_log_probability_and_its_mean_without_explora
     with set_exploration_type(ExplorationType.DETERMINISTIC):
         batch = actor(batch.select("observation"))
     assert torch.equal(batch["action"], batch["loc"])
+
+
+@pytest.mark.parametrize("make", [make_actor, make_sac_actor])
+def test_where_no_exploration_type_is_set_it_acts_as_torchrls_actor_without_its_distribution(make):
+    actor, observation = make(3, 2), TensorDict(observation=torch.randn(5, 3), batch_size=[5])
+    torchrls = actor(observation.copy())  # with gradients
+    no_distribution = mock.patch.object(actor[-1], "distribution_class", side_effect=AssertionError)
+    with torch.no_grad(), no_distribution:
+        ours = actor(observation.copy())
+    torch.testing.assert_close(ours, torchrls)
 
 
 def test_the_distribution_agrees_with_torchrls():

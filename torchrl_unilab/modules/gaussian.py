@@ -82,7 +82,7 @@ class DirectActor(ProbabilisticActor, abc.ABC):
 
     def forward(self, *args: Any, **kwargs: Any) -> TensorDictBase:
         """Write ``loc``, ``scale`` and ``action``, [..., n], for a TensorDict."""
-        kind = exploration_type()
+        kind = exploration_type() or self.default_interaction_type
         explore = kind == ExplorationType.RANDOM
         plain_call = len(args) == 1 and isinstance(args[0], TensorDictBase) and not kwargs
         slow = torch.is_grad_enabled() or skip_existing()
