@@ -1,4 +1,4 @@
-"""Integers, seconds and choices as arguments."""
+"""Arguments: integers, seconds, choices and objects by kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_choice, as_integer, as_seconds
+from torchrl_unilab.scalars import as_choice, as_instance, as_integer, as_seconds
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)], ids=repr)
@@ -64,3 +64,15 @@ def test_another_value_is_refused_with_those_that_are_known(value):
     message = f"how: {value!r} (expected 'a', 'b' or 'c'). Change it."
     with pytest.raises(ConfigError, match=re.escape(message)):
         as_choice("how", value, ("a", "b", "c"), "Change it.")
+
+
+def test_an_object_of_a_kind_is_returned():
+    assert as_instance("workers", True, int, "Use 1.") is True
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [("two", "str"), (None, "NoneType"), (int, "the class int")]
+)
+def test_another_object_is_refused_with_its_type_and_a_class_with_its_name(value, found):
+    with pytest.raises(ConfigError, match=rf"^workers: {found} \(expected int\)\. Use 1\.$"):
+        as_instance("workers", value, int, "Use 1.")

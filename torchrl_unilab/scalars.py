@@ -1,4 +1,4 @@
-"""Integers, seconds and choices as arguments, of Python or of NumPy."""
+"""Arguments, checked: integers, seconds and choices, of Python or of NumPy, and objects by kind."""
 
 from __future__ import annotations
 
@@ -86,4 +86,19 @@ def as_choice(what: str, value: T, choices: Iterable[T], remedy: str) -> T:
     if value not in known:
         *others, last = map(repr, known)
         raise ConfigError(f"{what}: {value!r} (expected {', '.join(others)} or {last}). {remedy}")
+    return value
+
+
+def as_instance(what: str, value: T, kind: type[Any], remedy: str) -> T:
+    """Return a value that is of a kind; else a ConfigError, which names both.
+
+    Examples:
+        >>> as_instance("workers", "two", int, "Use 1.")
+        Traceback (most recent call last):
+        ...
+        torchrl_unilab.errors.ConfigError: workers: str (expected int). Use 1.
+    """
+    if not isinstance(value, kind):
+        found = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise ConfigError(f"{what}: {found} (expected {kind.__name__}). {remedy}")
     return value

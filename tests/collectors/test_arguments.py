@@ -172,7 +172,7 @@ def test_a_policy_is_given_or_made(given):
 
 @pytest.mark.parametrize("policy", [lambda td: td, torch.nn.Linear(3, 1)], ids=["call", "module"])
 def test_a_policy_that_is_no_tensordict_module_is_refused_by_its_type(policy):
-    with pytest.raises(ConfigError, match=rf"policy: {type(policy).__name__} \(expected a Tenso"):
+    with pytest.raises(ConfigError, match=rf"policy: {type(policy).__name__} \(expected Tenso"):
         APPOCollector(partial(CountingEnv, limit=3), policy, frames_per_batch=FRAMES)
 
 

@@ -136,7 +136,7 @@ BAD = {
     "half a worker": ({"num_collectors": 0.5}, r"num_collectors: 0.5 \(expected an integer"),
     "frames that are no integer": ({"frames_per_batch": 8.0}, "frames_per_batch: 8.0"),
     "no functions": ({"create_env": []}, "0 environment functions"),
-    "no environment": ({"create_env": lambda: 3}, r"create_env: it returned int \(expected an env"),
+    "no environment": ({"create_env": lambda: 3}, r"create_env returned: int \(expected EnvBase"),
     "no function": ({"create_env": [3]}, r"create_env: int \(expected a function that makes an"),
     "another number": ({"create_env": [CountingEnv], "num_collectors": 2}, "1 environment func"),
     "no scheme of ours": ({"weight_sync_schemes": {"policy": object()}}, "UniLabShmScheme"),

@@ -311,7 +311,7 @@ def test_a_collector_without_workers_is_refused(learner):
 
 @pytest.mark.parametrize("policy", [partial(make_policy, 1.0), 3])
 def test_what_is_no_policy_is_refused_at_once(policy):
-    with pytest.raises(ConfigError, match="expected a module"):
+    with pytest.raises(ConfigError, match=r"policy: \w+ \(expected Module\)"):
         UniLabRayScheme(policy)
 
 

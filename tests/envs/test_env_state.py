@@ -204,7 +204,7 @@ def test_rewards_of_a_task_that_are_none_are_refused_by_its_name(reward, message
 @pytest.mark.parametrize(
     ("judge", "message"),
     [
-        (lambda _: None, r"^outcome of Mine: NoneType \(expected an Outcome\)"),
+        (lambda _: None, r"^outcome of Mine: NoneType \(expected Outcome\)"),
         (
             lambda outcome: replace(outcome, terms={"part": outcome.reward[:, None]}),
             r"part of Mine are ndarray of shape \(3, 1\) \(expected an array of shape \(3,\)\)",

@@ -65,7 +65,7 @@ def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert made.max_episode_steps == 7
     assert make_task("own_robot_of_a_test:TASK").frame_skip == 6
     assert make_task("own_robot_of_a_test:TASK", frame_skip=2).frame_skip == 2
-    with pytest.raises(ConfigError, match=r"of_a_test:NUMBER' gives int \(expected a MujocoTask"):
+    with pytest.raises(ConfigError, match=r"of_a_test:NUMBER' gives: int \(expected MujocoTask"):
         make_task("own_robot_of_a_test:NUMBER")
     with pytest.raises(ConfigError, match=r"unmade' without options, .* argument: 'weights'"):
         make_task("own_robot_of_a_test:unmade")
@@ -86,9 +86,9 @@ def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
         (":Task", "no task ':Task', which is no name"),
         ("a{b}:Task", "no task 'a{b}:Task', which is no name"),
         (".robots:Task", "no task '.robots:Task', which is no name"),
-        ("os:path", "'os:path' gives module .expected a MujocoTask or what makes one"),
-        ("os:sep", "'os:sep' gives str .expected"),
-        (None, "make_task: None .expected the name of a task"),
+        ("os:path", "'os:path' gives: module .expected MujocoTask"),
+        ("os:sep", "'os:sep' gives: str .expected"),
+        (None, "make_task name: NoneType .expected str"),
     ],
 )
 def test_an_unknown_name_is_refused(name: str, message: str) -> None:

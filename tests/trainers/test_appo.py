@@ -65,7 +65,7 @@ def test_a_target_that_no_step_has_moved_begins_where_a_network_is_that_was_load
     ],
 )
 def test_the_loss_of_another_algorithm_is_refused_by_name(loss, name):
-    with pytest.raises(ConfigError, match=rf"loss_module: {name} \(expected APPOLoss, which"):
+    with pytest.raises(ConfigError, match=rf"loss_module: {name} \(expected APPOLoss\)"):
         APPOTrainer(collector=None, loss_module=loss, total_frames=1, config=APPOConfig(**QUICK))
 
 

@@ -353,7 +353,7 @@ class _PlainLoss(DDPGLoss):
     [
         (partial(DDPGLoss, reduction="none"), r"DDPGLoss gives .*'loss_actor': .*reduction='mean'"),
         (_UnreducedLoss, rf"gives .*'loss_regular': \({ROWS},\).*'mean'"),
-        (_PlainLoss, r"_PlainLoss gives Tensor \(expected a TensorDict"),
+        (_PlainLoss, r"_PlainLoss gives: Tensor \(expected TensorDict"),
     ],
     ids=["a number per row", "one loss per row beside numbers", "a plain tensor"],
 )

@@ -84,7 +84,7 @@ def test_what_is_no_pipeline_or_no_number_of_minibatches_is_refused(full):
         for minibatches in (0, -1, 2.0, "8"):
             with pytest.raises(ConfigError, match=r"minibatches: .* \(expected an integer of at"):
                 PrefetchReplay(pipeline, minibatches)
-    with pytest.raises(ConfigError, match=r"PackedReplayStorage \(expected a DoubleBufferReplay"):
+    with pytest.raises(ConfigError, match=r"PackedReplayStorage \(expected DoubleBufferReplay"):
         PrefetchReplay(full, 1)
 
 

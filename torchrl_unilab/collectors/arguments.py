@@ -16,7 +16,7 @@ from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_unilab.collectors.worker import Measure
 from torchrl_unilab.errors import ConfigError, UsageError
-from torchrl_unilab.scalars import as_choice, as_integer
+from torchrl_unilab.scalars import as_choice, as_instance, as_integer
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 CreateEnv = Callable[[], EnvBase]
@@ -165,11 +165,8 @@ def resolve_policy(
         )
     made = factory() if policy is None else policy  # type: ignore[misc]
     module = made._modules.get("_orig_mod", made) if isinstance(made, nn.Module) else made
-    if not isinstance(module, TensorDictModuleBase):  # as it is, or as torch.compile wraps it
-        raise ConfigError(
-            f"policy: {type(made).__name__} (expected a TensorDictModule). Wrap a module by "
-            "TensorDictModule(module, in_keys=['observation'], out_keys=['action'])."
-        )
+    remedy = "Use TensorDictModule(module, in_keys=['observation'], out_keys=['action'])."
+    as_instance("policy", module, TensorDictModuleBase, remedy)  # or torch.compile wraps it
     return made
 
 

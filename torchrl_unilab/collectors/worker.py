@@ -22,7 +22,8 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.collectors.metrics import PHASES, EpisodeLog, PhaseClock
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.errors import LayoutKeyError, LayoutShapeError
+from torchrl_unilab.scalars import as_instance
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 POLICY_VERSION = ("next", "policy_version")
@@ -51,11 +52,7 @@ def close_env(env: EnvBase) -> None:
 
 def check_env(env: object) -> None:
     """Refuse anything but an environment of TorchRL; a ConfigError."""
-    if not isinstance(env, EnvBase):
-        raise ConfigError(
-            f"create_env: it returned {type(env).__name__} (expected an environment of TorchRL). "
-            "Return the environment."
-        )
+    as_instance("create_env returned", env, EnvBase, "Return the environment, of TorchRL.")
 
 
 @contextlib.contextmanager

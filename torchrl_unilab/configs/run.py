@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from types import NoneType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -22,6 +21,7 @@ from torchrl_unilab.configs.settings import (
     setting,
 )
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.scalars import as_instance
 
 Config = TypeVar("Config", APPOConfig, OffPolicyConfig)
 
@@ -121,16 +121,12 @@ class RunConfig(Settings):
             ConfigError: `config` is of another kind, or `env` no name.
             TypeError: There is no such option; says where a setting of the algorithm goes.
         """
-        if not isinstance(env, str):
-            raise ConfigError(
-                f"env: {type(env).__name__} (expected a task's name). Give 'module:Class' for a "
-                "task of your own, or create_env, which makes an environment."
-            )
-        if not isinstance(config, (kind, NoneType)):
-            raise ConfigError(
-                f"config: {type(config).__name__} (expected {kind.__name__}). Take "
-                f"{kind.__name__}.for_task({env!r}), or the function of the other algorithm."
-            )
+        as_instance(
+            "env", env, str, "Name a task, 'module:Class' for your own, or give create_env."
+        )
+        if config is not None:
+            remedy = f"Take {kind.__name__}.for_task({env!r}), or the other algorithm's function."
+            as_instance("config", config, kind, remedy)
         names = [field.name for field in dataclasses.fields(cls)]
         for name, value in options.items():
             if name in names:

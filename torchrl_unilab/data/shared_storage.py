@@ -20,21 +20,9 @@ from typing_extensions import Self
 
 from torchrl_unilab.data.positions import MASKS
 from torchrl_unilab.errors import ConfigError, LayoutDtypeError, UsageError
+from torchrl_unilab.scalars import as_instance
 from torchrl_unilab.shm.liveness import check_spawning
 from torchrl_unilab.shm.segment import Owner, closed_error
-
-
-def check_kind(owner: object, what: str, given: object, kind: type, remedy: str) -> None:
-    """Refuse a part that is not of the kind that its owner works with.
-
-    Raises:
-        ConfigError: The part is of another kind.
-    """
-    if not isinstance(given, kind):
-        raise ConfigError(
-            f"{what} of a {type(owner).__name__}: {type(given).__name__} (expected "
-            f"{kind.__name__}). {remedy}"
-        )
 
 
 class SharedStorageCheckpointer(StorageCheckpointerBase):
@@ -159,7 +147,8 @@ class SharedStorage(Owner, TensorStorage):
             ConfigError: The checkpointer is of another kind.
         """
         value = self._default_checkpointer() if value is None else value
-        check_kind(self, "checkpointer", value, self._default_checkpointer, "Leave it out.")
+        what = f"checkpointer of a {type(self).__name__}"
+        as_instance(what, value, self._default_checkpointer, "Leave it out.")
         self._checkpointer = value
 
     # End
@@ -259,5 +248,6 @@ class SharedStorageWriter(Stateless, Writer):
         Raises:
             ConfigError: `storage` is of another kind.
         """
-        check_kind(self, "storage", storage, self._kind, "Use TorchRL's own writer.")
+        what = f"storage of a {type(self).__name__}"
+        as_instance(what, storage, self._kind, "Use TorchRL's own writer.")
         super().register_storage(storage)

@@ -28,7 +28,7 @@ from torchrl_unilab.distributed.node import (
 )
 from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.scalars import as_instance, as_integer
 from torchrl_unilab.shm import BlockLayout
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.waits import poll_while
@@ -79,11 +79,9 @@ class UniLabRayScheme(WeightSyncScheme):
 
     def __init__(self, policy: nn.Module | None = None, *, first_version: int = 0) -> None:
         load_ray()
-        if not isinstance(policy, nn.Module | None):
-            raise ConfigError(
-                f"UniLabRayScheme: policy is a {type(policy).__name__} (expected a module). Give "
-                "what the policy_factory makes."
-            )
+        if policy is not None:
+            remedy = "Give what the policy_factory makes."
+            as_instance("UniLabRayScheme policy", policy, nn.Module, remedy)
         super().__init__()
         self.version = as_integer("first_version", first_version, "Use 0.", least=0)
         self.skipped, self._policy = 0, policy

@@ -25,6 +25,7 @@ from torchrl_unilab.envs.registry import make_task
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
 from torchrl_unilab.envs.task import Array, MujocoTask, join_observation, observation_shapes
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.scalars import as_instance
 
 _FLAGS = ("done", "terminated", "truncated")
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
@@ -136,11 +137,7 @@ class MujocoBatchEnv(EnvBase):
         render_ids: ArrayLike | None = None,
     ) -> None:
         task = make_task(task) if isinstance(task, str) else task
-        if not isinstance(task, MujocoTask):
-            raise ConfigError(
-                f"MujocoBatchEnv: the task is {task!r} (expected a MujocoTask, or the name of "
-                "one). Make one of the class, or correct it."
-            )
+        as_instance("MujocoBatchEnv task", task, MujocoTask, "Make one of the class, or name one.")
         if dtype not in _NUMPY_DTYPE:
             raise ConfigError(
                 f"MujocoBatchEnv: dtype is {dtype} (expected torch.float32 or "

@@ -20,6 +20,7 @@ from torchrl_unilab.envs.gymnasium.runners import Ant, HalfCheetah, Hopper, Swim
 from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
 from torchrl_unilab.envs.task import MujocoTask
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.scalars import as_instance
 
 TASKS: Mapping[str, GymnasiumTask] = MappingProxyType(
     {
@@ -69,10 +70,7 @@ def make_task(name: str, **options: Any) -> MujocoTask:
         >>> make_task("torchrl_unilab.envs.robots.quadruped:QuadrupedWalk", frame_skip=8).frame_skip
         8
     """
-    if not isinstance(name, str):
-        raise ConfigError(
-            f"make_task: {name!r} (expected the name of a task). Use for example 'Hopper-v5'."
-        )
+    as_instance("make_task name", name, str, "Use for example 'Hopper-v5'.")
     module, colon, attribute = name.partition(":")
     if colon:
         return _imported(module, attribute, options)
@@ -132,10 +130,7 @@ def _imported(module: str, attribute: str, options: Mapping[str, Any]) -> Mujoco
             f"make_task: '{module}:{attribute}' {given}, {error} (expected one that can be made "
             "so). Correct the names, or the class."
         ) from error
-    if not isinstance(task, MujocoTask):
-        raise ConfigError(
-            f"make_task: '{module}:{attribute}' gives {type(task).__name__} (expected a MujocoTask "
-            "or what makes one). Name a task or its class; another environment trains by "
-            "train_appo(..., create_env=...)."
-        )
-    return task
+    remedy = "Name a task or its class; other environments train by train_appo(create_env=...)."
+    as_instance(f"make_task: '{module}:{attribute}' gives", task, MujocoTask, remedy)
+    made: MujocoTask = task
+    return made

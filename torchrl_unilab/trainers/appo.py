@@ -22,6 +22,7 @@ from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.scalars import as_instance
 from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import APPOStepper
@@ -105,11 +106,7 @@ class APPOTrainer(RankTrainer):
                 "collector: ReplayCollector, which fills a replay (expected one that yields "
                 "rollouts). Use APPOCollector."
             )
-        if not isinstance(loss_module, APPOLoss):
-            raise ConfigError(
-                f"loss_module: {type(loss_module).__name__} (expected APPOLoss, which knows the "
-                "target policy). Train by TorchRL's PPOTrainer, or by APPOLoss."
-            )
+        as_instance("loss_module", loss_module, APPOLoss, "Train others by TorchRL's PPOTrainer.")
         actor = loss_module.actor_network
         if config.final_log_std is not None and not isinstance(actor, GaussianActor):
             raise ConfigError(

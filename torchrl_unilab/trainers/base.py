@@ -21,6 +21,7 @@ from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
 from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks, shapes_of
+from torchrl_unilab.scalars import as_instance
 
 NORM = "norm of the weights"
 """Key, in an update's means, of the norm of all learnt parameters: checked, not logged."""
@@ -106,11 +107,7 @@ def check_arguments(given: Mapping[str, object], config: object, kind: type) -> 
     Raises:
         ConfigError: Names them.
     """
-    if not isinstance(config, kind):
-        raise ConfigError(
-            f"config: {type(config).__name__} (expected {kind.__name__}). Pass the settings of "
-            "this algorithm."
-        )
+    as_instance("config", config, kind, "Pass the settings of this algorithm.")
     own = [n for n, v in given.items() if n in REPLACEMENTS[kind] and v not in _UNSET.get(n, ())]
     if own:
         raise ConfigError(

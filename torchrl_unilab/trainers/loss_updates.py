@@ -27,6 +27,7 @@ from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.objectives.fused.adam import rate_of
 from torchrl_unilab.objectives.targets import sync_normalizers
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
+from torchrl_unilab.scalars import as_instance
 
 
 class APPOStepper(OptimizationStepper):
@@ -160,18 +161,14 @@ class LossUpdate:
         """
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
-        losses = self._losses(minibatch)
-        if not isinstance(losses, TensorDictBase):
-            raise ConfigError(
-                f"{type(self.loss).__name__} gives {type(losses).__name__} (expected a TensorDict "
-                "of losses). Return TensorDict({'loss_NAME': ...})."
-            )
+        losses, gives = self._losses(minibatch), f"{type(self.loss).__name__} gives"
+        as_instance(gives, losses, TensorDictBase, "Return TensorDict({'loss_NAME': ...}).")
         names = tuple(sorted(key for key, loss in losses.items() if loss.numel() == 1))
         learnt_by = [key for key, _ in losses.items() if key.startswith("loss")]
         if not learnt_by or not {*learnt_by} <= {*names}:
             shapes = {key: tuple(loss.shape) for key, loss in losses.items()}
             raise ConfigError(
-                f"{type(self.loss).__name__} gives {shapes} (expected numbers, some under names "
+                f"{gives} {shapes} (expected numbers, some under names "
                 "that begin with 'loss'). Rename what it gives, or give it reduction='mean'."
             )
         torch.stack([losses.get(key).reshape(()) for key in learnt_by]).sum().backward()

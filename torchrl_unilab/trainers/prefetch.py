@@ -17,7 +17,7 @@ from torchrl.trainers.trainers import TrainerHookBase
 
 from torchrl_unilab.data import DoubleBufferReplayPipeline
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.scalars import as_instance, as_integer
 
 
 class PrefetchReplay(TrainerHookBase):
@@ -52,11 +52,8 @@ class PrefetchReplay(TrainerHookBase):
     """
 
     def __init__(self, pipeline: DoubleBufferReplayPipeline, minibatches: int) -> None:
-        if not isinstance(pipeline, DoubleBufferReplayPipeline):
-            raise ConfigError(
-                f"PrefetchReplay: {type(pipeline).__name__} (expected a "
-                "DoubleBufferReplayPipeline). Make one of the buffer's storage."
-            )
+        remedy = "Make one of the buffer's storage."
+        as_instance("PrefetchReplay pipeline", pipeline, DoubleBufferReplayPipeline, remedy)
         as_integer("PrefetchReplay minibatches", minibatches, "Use the trainer's optimiser steps.")
         if pipeline.sample_count % minibatches:
             raise ConfigError(

@@ -189,7 +189,7 @@ def test_a_constant_term_is_that_of_all_simulations_and_true_is_one(one: Any) ->
         ),
         (
             {"rewards": lambda self, stride: np.zeros(3)},
-            "Mine: `rewards` returned ndarray .expected terms by name",
+            "Mine: `rewards` returned: ndarray .expected Mapping",
         ),
         (
             {"rewards": lambda self, stride: {"speed": np.full(3, np.nan), "effort": 0.0}},
@@ -201,7 +201,7 @@ def test_a_constant_term_is_that_of_all_simulations_and_true_is_one(one: Any) ->
         ),
         (
             {"actor": lambda self, fields: fields["qpos"]},
-            "Mine: `actor` returned ndarray .expected terms by name",
+            "Mine: `actor` returned: ndarray .expected Mapping",
         ),
         ({"actor": lambda self, fields: {}}, r"'observation' of Mine has parts of shapes \[\] "),
         (
@@ -210,7 +210,7 @@ def test_a_constant_term_is_that_of_all_simulations_and_true_is_one(one: Any) ->
         ),
         (
             {"critic": lambda self, fields: [fields["qpos"]]},
-            "Mine: `critic` returned list .expected terms by name",
+            "Mine: `critic` returned: list .expected Mapping",
         ),
     ],
 )
@@ -292,7 +292,7 @@ def test_a_spec_that_does_not_compile_is_refused() -> None:
 
 @pytest.mark.parametrize("what", ["weights", "commands"])
 def test_weights_and_commands_without_names_are_refused(what: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^Cart: {what} is \[1.0\] \(expected names\)"):
+    with pytest.raises(ConfigError, match=rf"^Cart: {what}: list \(expected Mapping\)"):
         Cart(**{what: [1.0]})
 
 

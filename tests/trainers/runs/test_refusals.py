@@ -81,7 +81,7 @@ def test_a_run_writes_nothing_beside_what_another_one_has_left_meanwhile(
 
 
 def test_an_environment_that_a_function_does_not_return_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"create_env: it returned NoneType \(expected an env"):
+    with pytest.raises(ConfigError, match=r"create_env returned: NoneType \(expected EnvBase"):
         quick_run(tmp_path / "run", env="Mine", create_env=lambda: None)
     assert not (tmp_path / "run").exists()
 
@@ -104,7 +104,7 @@ def test_a_task_is_imported_from_elsewhere_than_the_run_directory(tmp_path, monk
 
 
 def test_nor_is_a_run_evaluated_on_it(off_policy_runs):
-    with pytest.raises(ConfigError, match=r"create_env: it returned int \(expected an env"):
+    with pytest.raises(ConfigError, match=r"create_env returned: int \(expected EnvBase"):
         evaluate_run(off_policy_runs["sac"].run_dir, create_env=lambda: 7)
 
 
@@ -135,7 +135,7 @@ def test_what_is_asked_of_a_policy_is_refused_by_its_type(
 
 
 def test_a_task_in_place_of_its_name_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"env: Hopper \(expected a task's name\).*create_env"):
+    with pytest.raises(ConfigError, match=r"env: Hopper \(expected str\).*create_env"):
         train_appo(make_task("Hopper-v5"), frames=64, run_dir=tmp_path / "run")
 
 

@@ -13,8 +13,8 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_unilab.data.rollouts.storage import RolloutRingStorage, RolloutSampler
-from torchrl_unilab.data.shared_storage import SharedStorageWriter, Stateless, check_kind
-from torchrl_unilab.scalars import as_choice, as_seconds
+from torchrl_unilab.data.shared_storage import SharedStorageWriter, Stateless
+from torchrl_unilab.scalars import as_choice, as_instance, as_seconds
 
 Take = Literal["oldest", "newest"]
 
@@ -114,7 +114,8 @@ class RolloutRingSampler(Stateless, RolloutSampler):
             ConfigError: `batch_size` is above the number of slots, or `storage` is of another kind.
             WaitTimeoutError: There are not enough unread rollouts; none was taken.
         """
-        check_kind(self, "storage", storage, RolloutRingStorage, "Use TorchRL's own sampler.")
+        what = f"storage of a {type(self).__name__}"
+        as_instance(what, storage, RolloutRingStorage, "Use TorchRL's own sampler.")
         index = storage.draw(batch_size, newest=self.take == "newest", timeout=self.timeout)
         left = len(storage) - int(index[-1]) - 1
         self._remaining_batches = left // batch_size

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torchrl_unilab.envs.randomization import columns
 from torchrl_unilab.envs.task import Array, Fields, MujocoTask, Outcome, State
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
+from torchrl_unilab.scalars import as_instance
 
 
 @dataclass(frozen=True)
@@ -167,10 +168,7 @@ class RobotTask(MujocoTask):
         super().__post_init__()
         self._check_tuples("remembers", "joint_names")
         for what in ("weights", "commands"):
-            if not isinstance(each := getattr(self, what), Mapping):
-                raise ConfigError(
-                    f"{self.name}: {what} is {each!r} (expected names). Name each field."
-                )
+            as_instance(f"{self.name}: {what}", getattr(self, what), Mapping, "Name each number.")
         for name, weight in self.weights.items():
             if not (isinstance(weight, Real) and math.isfinite(weight)):
                 raise ConfigError(
@@ -279,13 +277,9 @@ class RobotTask(MujocoTask):
     def _parts(self, method: str, terms: Any) -> list[NDArray[Any]]:
         return [columns(np.asarray(term)) for term in self._named(method, terms).values()]
 
-    def _named(self, method: str, terms: Any) -> Mapping[str, Any]:
-        if not isinstance(terms, Mapping):
-            raise ConfigError(
-                f"{self.name}: `{method}` returned {type(terms).__name__} (expected terms by "
-                'name). Return a dictionary, such as {"height": ...}.'
-            )
-        return terms
+    def _named(self, method: str, terms: Mapping[str, Any]) -> Mapping[str, Any]:
+        remedy = 'Return terms by name, such as {"height": ...}.'
+        return as_instance(f"{self.name}: `{method}` returned", terms, Mapping, remedy)
 
     def outcome(self, fields: Fields, before: Any, action: NDArray[Any], dt: float) -> Outcome:
         """Weight and sum the reward terms.
