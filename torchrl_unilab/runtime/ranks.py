@@ -314,12 +314,13 @@ class Ranks:
         """Return the error that names the ranks that broke off a step, and why."""
         self._post_exit_reason(_FOLLOWED)
 
+        reasons: dict[int, str | None] = {}
+
         def undecided() -> bool:
-            reasons = self._reasons().values()
-            return None in reasons and not any(reasons)
+            reasons.update(self._reasons())
+            return None in reasons.values() and not any(reasons.values())
 
         poll_while(undecided, EXIT_REASON_SECONDS, _POLL_SECONDS)
-        reasons = self._reasons()
         if not any(reasons.values()):
             late = f"did not come to a step within {self.timeout:g} s, or cannot be reached"
             reasons = {r: late if why is None else why for r, why in reasons.items()}
