@@ -16,6 +16,7 @@ from mujoco.batch import MODEL_FIELDS, Batch
 from numpy.typing import NDArray
 
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.scalars import as_choice
 
 Ids = NDArray[np.intp]
 
@@ -105,11 +106,8 @@ class Randomize:
                 f"Randomize {self.fields}: the range is {self.low} to {self.high} (expected "
                 "finite numbers, low at most high). Set low and high to such numbers."
             )
-        if self.how not in ("scale", "add", "set") or self.when not in ("start", "reset"):
-            raise ConfigError(
-                f"Randomize {self.fields}: how is {self.how!r} and when is {self.when!r} "
-                "(expected 'scale', 'add' or 'set', and 'start' or 'reset'). Use one of each."
-            )
+        as_choice(f"Randomize {self.fields}: how", self.how, _HOW, "Use one of them.")
+        as_choice(f"Randomize {self.fields}: when", self.when, ("start", "reset"), "Use one.")
 
 
 # the object that a row of a field belongs to: its kind (None without names) and number

@@ -16,6 +16,7 @@ from torch import nn
 from torchrl.weight_update.utils import _resolve_model
 
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.scalars import as_instance
 from torchrl_unilab.weight_update.module_weights import ModuleWeights, Weights, named_tensors
 
 NO_MODEL_ID = (
@@ -98,11 +99,8 @@ def initial_weights(
     if params_map is not None:
         others |= {"context": context, "model_id": model_id, "num_workers": num_workers}
         _refuse_given(others, "params_map")
-        if not isinstance(params_map, dict):  # the transport checks what is in it
-            raise ConfigError(
-                f"params_map: {type(params_map).__name__} (expected a dict from indices of workers "
-                "to their weights). Pass one."
-            )
+        remedy = "Map indices of workers to their weights."
+        as_instance("params_map", params_map, dict, remedy)  # the transport checks what is in it
         return InitialWeights(params_map, per_worker, casts=True)
     if context is not None:
         if model_id is None:
@@ -115,15 +113,16 @@ def initial_weights(
         return _from_context(context, model_id, workers, per_worker)
     if (model is None) == (weights is None):
         raise ConfigError(_NEEDED)
-    given = None if model is None else checked_module(model, "model")
-    source: Any = given if weights is None else weights
+    source: Any = weights if model is None else checked_module(model, "model")
     if devices is not None:
-        return InitialWeights(_by_worker(source, len(devices), per_worker), per_worker, model=given)
-    if device_map_fn is None or num_workers is None:
+        of_workers = _by_worker(source, len(devices), per_worker)
+    elif device_map_fn is not None and num_workers is not None:
+        whole = source if model is None else TensorDict.from_module(source)
+        of_workers = {i: device_map_fn(i, whole.data) for i in range(num_workers)}
+    else:
         raise ConfigError(_NEEDED)
-    whole = TensorDict.from_module(source) if weights is None else weights
-    mapped = {i: device_map_fn(i, whole.data) for i in range(num_workers)}
-    return InitialWeights(mapped, per_worker, casts=True, model=given)
+    casts = devices is None  # weights that were mapped may have other dtypes
+    return InitialWeights(of_workers, per_worker, casts, model)
 
 
 def _from_context(context: Any, model_id: str, workers: int, per_worker: bool) -> InitialWeights:
