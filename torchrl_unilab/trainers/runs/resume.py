@@ -22,11 +22,11 @@ from torchrl_unilab.trainers.runs.train import Run
 _CHANGEABLE = RunConfig.kinds().keys() - {"env", "frames", "seed"}
 """Settings that a resumed run may change."""
 
-_LIMITS = ("stop_at", "max_seconds")
+_LIMITS = ("max_seconds", "stop_at")
 """Changeable settings that are kept by default, unless the run has reached them."""
 
-_TAKEN_OVER = _CHANGEABLE - {*_LIMITS, "progress_bar", "trace"}
-"""Changeable settings that are always kept by default. A new trace would replace the old one."""
+_KEPT = _CHANGEABLE - {"progress_bar", "trace"}
+"""Changeable settings that are kept by default. A new trace would replace the old one."""
 
 
 def resume_run(
@@ -85,26 +85,17 @@ def resume_run(
     saved = RunCheckpoints(path / CHECKPOINT).newest()
     file_settings = file_settings_of(path)
     check_run(saved, file_settings, f"cannot resume {run_dir}", settings)
-    ranks, found = saved.run.get("ranks", 1), Ranks.of_torchrun().size
-    if ranks != found:
-        way = "without torchrun" if ranks == 1 else f"by torchrun, in {ranks} processes in all"
-        raise ConfigError(
-            f"cannot resume {run_dir}: {found} ranks for a run of {ranks} (expected as many). "
-            f"Start it {way}."
-        )
-    inherited = {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
-    inherited |= {name: file_settings[name] for name in _TAKEN_OVER & file_settings.keys()}
-    # Without a summary, the run was killed between its last checkpoint and its summary.
-    summarised = summarised_frames(path) >= saved.frames
-    limits = {n: file_settings[n] for n in _LIMITS if file_settings.get(n) is not None}
-    left = limits.keys() - options.keys() if summarised else ()
-    for name in left:
-        RunConfig.kinds()[name].check(name, limits[name])  # a person may have changed it
-    reached = sorted(name for name in left if _stop_reason(saved, **{name: limits[name]}))
-    inherited |= {name: limit for name, limit in limits.items() if name not in reached}
+    _check_ranks(saved, run_dir)
+    kept = {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
+    kept |= {name: file_settings[name] for name in _KEPT & file_settings.keys()}
     planned = max(saved.total_frames, file_settings.get("frames", 0))
     frames = planned if frames is None else frames
-    run = RunConfig(saved.run["env"], frames, saved.run["seed"], **(inherited | options))
+    run = RunConfig(saved.run["env"], frames, saved.run["seed"], **(kept | options))
+    # Without a summary, the run was killed between its last checkpoint and its summary.
+    summarised = summarised_frames(path) >= saved.frames
+    limits = [name for name in _LIMITS if summarised and name not in options]
+    reached = [name for name in limits if _stop_reason(saved, **{name: getattr(run, name)})]
+    run = run.replace(**dict.fromkeys(reached))
     if run.frames <= saved.frames and (run.frames < planned or summarised):
         raise RunCompleteError(
             f"{run_dir} is complete: {saved.frames} of {run.frames} frames have been collected "
@@ -130,6 +121,17 @@ def resume_run(
     if reached:
         resumed.announce(f"not taken over, as they ended the run: {', '.join(reached)}")
     return resumed()
+
+
+def _check_ranks(saved: SavedRun, run_dir: StrPath) -> None:
+    """Refuse another number of ranks than the run had."""
+    ranks, found = saved.run.get("ranks", 1), Ranks.of_torchrun().size
+    if ranks != found:
+        way = "without torchrun" if ranks == 1 else f"by torchrun, in {ranks} processes in all"
+        raise ConfigError(
+            f"cannot resume {run_dir}: {found} ranks for a run of {ranks} (expected as many). "
+            f"Start it {way}."
+        )
 
 
 def _stop_reason(
