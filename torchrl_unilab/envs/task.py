@@ -17,7 +17,6 @@ from numpy.typing import DTypeLike, NDArray
 from torchrl_unilab.envs.mujoco_engine import CONTACT_FIELDS, add_contact_forces, logger
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_instance
 
 Array = NDArray[np.float64]
 State: TypeAlias = tuple[Array, Array]
@@ -324,7 +323,10 @@ def checked_outcome(
         ConfigError: It is no `Outcome`, or lacks a number per simulation in one of its arrays.
     """
     outcome, n = task.outcome(fields, before, action, dt), len(action)
-    as_instance(f"outcome of {task.name}", outcome, Outcome, "Return one.")
+    if not isinstance(outcome, Outcome):  # each step checks it: a call would cost more
+        raise ConfigError(
+            f"outcome of {task.name}: {type(outcome).__name__} (expected Outcome). Return one."
+        )
     checked = ("rewards", outcome.reward), ("terminations", outcome.terminated)
     for name, value in (*checked, *outcome.terms.items()):
         if not isinstance(value, np.ndarray) or value.shape != (n,):

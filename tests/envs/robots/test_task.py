@@ -189,7 +189,7 @@ def test_a_constant_term_is_that_of_all_simulations_and_true_is_one(one: Any) ->
         ),
         (
             {"rewards": lambda self, stride: np.zeros(3)},
-            "Mine: `rewards` returned: ndarray .expected Mapping",
+            "Mine: `rewards` returned ndarray .expected terms by name",
         ),
         (
             {"rewards": lambda self, stride: {"speed": np.full(3, np.nan), "effort": 0.0}},
@@ -201,7 +201,7 @@ def test_a_constant_term_is_that_of_all_simulations_and_true_is_one(one: Any) ->
         ),
         (
             {"actor": lambda self, fields: fields["qpos"]},
-            "Mine: `actor` returned: ndarray .expected Mapping",
+            "Mine: `actor` returned ndarray .expected terms by name",
         ),
         ({"actor": lambda self, fields: {}}, r"'observation' of Mine has parts of shapes \[\] "),
         (
@@ -210,7 +210,7 @@ def test_a_constant_term_is_that_of_all_simulations_and_true_is_one(one: Any) ->
         ),
         (
             {"critic": lambda self, fields: [fields["qpos"]]},
-            "Mine: `critic` returned: list .expected Mapping",
+            "Mine: `critic` returned list .expected terms by name",
         ),
     ],
 )

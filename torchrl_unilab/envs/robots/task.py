@@ -277,9 +277,13 @@ class RobotTask(MujocoTask):
     def _parts(self, method: str, terms: Any) -> list[NDArray[Any]]:
         return [columns(np.asarray(term)) for term in self._named(method, terms).values()]
 
-    def _named(self, method: str, terms: Mapping[str, Any]) -> Mapping[str, Any]:
-        remedy = 'Return terms by name, such as {"height": ...}.'
-        return as_instance(f"{self.name}: `{method}` returned", terms, Mapping, remedy)
+    def _named(self, method: str, terms: Any) -> Mapping[str, Any]:
+        if not isinstance(terms, Mapping):
+            raise ConfigError(
+                f"{self.name}: `{method}` returned {type(terms).__name__} (expected terms by "
+                'name). Return a dictionary, such as {"height": ...}.'
+            )
+        return terms
 
     def outcome(self, fields: Fields, before: Any, action: NDArray[Any], dt: float) -> Outcome:
         """Weight and sum the reward terms.
