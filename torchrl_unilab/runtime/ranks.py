@@ -338,9 +338,8 @@ class Ranks:
 
     def _crashed(self) -> str:
         """Return which ranks of this machine have ended without a word, and how, if any."""
-        reasons = {rank: why or "" for rank, why in self._reasons().items()}
-        crashed = [f"rank {r} {why}" for r, why in reasons.items() if why.startswith(_CRASHED)]
-        return "; ".join(crashed)
+        reasons = ((rank, why or "") for rank, why in self._reasons().items())
+        return "; ".join(f"rank {r} {why}" for r, why in reasons if why.startswith(_CRASHED))
 
     def _reasons(self) -> dict[int, str | None]:
         """Return why each of the others leaves; see `_reason`."""

@@ -214,23 +214,23 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             return self.prepare_weights(weights, self._model_id, self._strategy, context)
         if not (weights is None or isinstance(weights, str)):
             return weights
-        model: Any = self._initial_model if weights is None else None
-        if model is None and context is None and self._context_ref is not None:
+        if weights is None and self._initial_model is not None:
+            return self._initial_model
+        if context is None and self._context_ref is not None:
             raise UsageError(
                 "cannot publish weights: the scheme's collector is gone (expected the one that it "
                 "was given to). Give each collector a scheme of its own."
             )
-        if weights is not None:
-            if context is None:
-                raise ConfigError(
-                    f"cannot publish the model {weights!r}: the scheme has no collector (expected "
-                    "the one that holds it). Pass the model itself."
-                )
-            model = _resolve_model(context, weights)
-        elif model is None and context is not None and self._model_id is not None:
-            model = _resolve_model(context, self._model_id)
-            if model is None:  # the collector has a policy factory, and perhaps a policy too
-                model = find_model(context, self._model_id)
+        if context is None and weights is not None:
+            raise ConfigError(
+                f"cannot publish the model {weights!r}: the scheme has no collector (expected "
+                "the one that holds it). Pass the model itself."
+            )
+        name, model = self._model_id if weights is None else weights, None
+        if context is not None and name is not None:
+            model = _resolve_model(context, name)
+            if model is None and weights is None:  # a policy factory, and perhaps a policy, too
+                model = find_model(context, name)
         if model is None:
             raise ConfigError(
                 "cannot publish weights: none given and the sender holds no model "
