@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -126,11 +127,11 @@ class RunConfig(Settings):
         if config is not None:
             remedy = f"Take {kind.__name__}.for_task({env!r}), or the other algorithm's function."
             as_instance("config", config, kind, remedy)
-        names = cls.kinds()
+        names = [field.name for field in dataclasses.fields(cls)]
         for name, value in options.items():
             if name in names:
                 continue
-            if name in {"algo", *kind.kinds()}:
+            if name in {"algo", *(field.name for field in dataclasses.fields(kind))}:
                 name = "algorithm" if name == "algo" else name
                 say = f"It is a setting: config={kind.__name__}.for_task({env!r}, "
                 say += f"{name}={value!r})."
