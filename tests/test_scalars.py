@@ -66,6 +66,12 @@ def test_another_value_is_refused_with_those_that_are_known(value):
         as_choice("how", value, ("a", "b", "c"), "Change it.")
 
 
+@pytest.mark.parametrize(("choices", "expected"), [(["a"], "'a'"), ([], "none")])
+def test_a_value_is_refused_though_there_is_one_choice_or_none(choices, expected):
+    with pytest.raises(ConfigError, match=rf"^how: 'd' \(expected {expected}\)\. Change it\.$"):
+        as_choice("how", "d", choices, "Change it.")
+
+
 def test_an_object_of_a_kind_is_returned():
     assert as_instance("workers", True, int, "Use 1.") is True
 

@@ -84,8 +84,9 @@ def as_choice(what: str, value: T, choices: Iterable[T], remedy: str) -> T:
     """
     known = [*choices]
     if value not in known:
-        *others, last = map(repr, known)
-        raise ConfigError(f"{what}: {value!r} (expected {', '.join(others)} or {last}). {remedy}")
+        *others, last = map(repr, known) if known else ("none",)
+        expected = f"{', '.join(others)} or {last}" if others else last
+        raise ConfigError(f"{what}: {value!r} (expected {expected}). {remedy}")
     return value
 
 

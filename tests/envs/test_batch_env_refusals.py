@@ -42,7 +42,7 @@ def test_numbers_below_one_are_refused(name: str, value: int) -> None:
         ),
         ({"seed": -1}, r"seed: -1 \(expected an integer of at least 0\)"),
         ({"stagger": "no"}, r"stagger: 'no' \(expected False or True\)"),
-        ({"dtype": torch.float16}, r"dtype is torch.float16 \(expected torch.f"),
+        ({"dtype": torch.float16}, r"dtype: torch.float16 \(expected torch.float32 or torch.f"),
     ],
 )
 def test_what_is_no_number_or_no_task_is_refused(options: dict[str, Any], message: str) -> None:

@@ -25,7 +25,7 @@ from torchrl_unilab.envs.registry import make_task
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
 from torchrl_unilab.envs.task import Array, MujocoTask, join_observation, observation_shapes
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_instance
+from torchrl_unilab.scalars import as_choice, as_instance
 
 _FLAGS = ("done", "terminated", "truncated")
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
@@ -138,11 +138,7 @@ class MujocoBatchEnv(EnvBase):
     ) -> None:
         task = make_task(task) if isinstance(task, str) else task
         as_instance("MujocoBatchEnv task", task, MujocoTask, "Make one of the class, or name one.")
-        if dtype not in _NUMPY_DTYPE:
-            raise ConfigError(
-                f"MujocoBatchEnv: dtype is {dtype} (expected torch.float32 or "
-                "torch.float64). Cast the outputs to other types."
-            )
+        as_choice("MujocoBatchEnv dtype", dtype, _NUMPY_DTYPE, "Cast the outputs to other types.")
         try:
             device = torch.empty(0, device="cpu" if device is None else device).device
         except (AssertionError, RuntimeError, TypeError) as error:

@@ -405,7 +405,7 @@ def test_episodes_start_in_the_keyframe_asked_for_and_joints_are_measured_from_i
 
 def test_a_keyframe_that_is_not_there_is_refused() -> None:
     env = make(Cart(home="hone"))
-    with pytest.raises(ConfigError, match=r"no keyframe 'hone' \(expected one of \['home'\]\)"):
+    with pytest.raises(ConfigError, match=r"home: 'hone' \(expected 'home'\)\. Name a keyframe"):
         env.reset()
 
 

@@ -137,7 +137,7 @@ def test_what_is_no_vector_cannot_be_observed_and_is_not_offered(key):
     env.observation_spec["pixels"] = Unbounded((4, 8, 8))
     env.observation_spec["depth"] = Unbounded(())
     env.observation_spec["nested", "vector"] = Unbounded(2)
-    with pytest.raises(ConfigError, match=rf"'{key}' \(expected .* one of \['observation'\]\)"):
+    with pytest.raises(ConfigError, match=rf"'{key}' \(expected 'observation'\)"):
         build_learner(env, APPOConfig(observation=key))
 
 
@@ -199,7 +199,7 @@ def test_a_batch_of_torchrls_environments_is_trained_loaded_and_evaluated(config
 
 def test_what_is_wrong_with_a_batch_of_torchrls_environments_is_said(tmp_path: Path):
     config = APPOConfig(hidden=(8,), num_envs=2, num_steps=16, minibatches=1, observation="eyes")
-    with pytest.raises(ConfigError, match=r"observation: 'eyes' \(expected a vector"):
+    with pytest.raises(ConfigError, match=r"observation: 'eyes' \(expected '.*Choose a vector"):
         train_appo("p", frames=64, run_dir=tmp_path / "r", create_env=_pendulums, config=config)
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torchrl_unilab.envs.randomization import columns
 from torchrl_unilab.envs.task import Array, Fields, MujocoTask, Outcome, State
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
-from torchrl_unilab.scalars import as_instance
+from torchrl_unilab.scalars import as_choice, as_instance
 
 
 @dataclass(frozen=True)
@@ -212,11 +212,7 @@ class RobotTask(MujocoTask):
             qpos, qvel = model.qpos0.copy(), np.zeros(model.nv)
         else:
             keys = {model.key(i).name: i for i in range(model.nkey)}
-            if self.home not in keys:
-                raise ConfigError(
-                    f"{self.name}: the model has no keyframe {self.home!r} (expected one of "
-                    f"{list(keys)}). Use one of these names."
-                )
+            as_choice(f"{self.name}: home", self.home, keys, "Name a keyframe of the model.")
             key = keys[self.home]
             if model.key_act[key].any():
                 raise ConfigError(

@@ -8,6 +8,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.scalars import as_choice
 from torchrl_unilab.trainers.runs.budget import Config
 
 
@@ -24,12 +25,8 @@ def observation_sizes(env: EnvBase, config: Config) -> dict[str, int]:
         if isinstance(key, str) and len(spec[key].shape) == dims
     }
     for name in ("observation", "critic_observation"):
-        key = getattr(config, name)
-        if key not in vectors:
-            raise ConfigError(
-                f"{name}: {key!r} (expected a vector that the environment observes, one of "
-                f"{sorted(vectors)}). Choose one of them."
-            )
+        remedy = "Choose a vector that the environment observes."
+        key = as_choice(name, getattr(config, name), sorted(vectors), remedy)
         if spec[key].dtype != torch.get_default_dtype():
             raise ConfigError(
                 f"{name}: {key!r} is {spec[key].dtype} (expected {torch.get_default_dtype()}, as "
