@@ -194,7 +194,7 @@ def test_numbers_of_numpy_are_taken_as_pythons():
 
 def test_a_rollout_has_a_frame_for_each_minibatch():
     APPOConfig(num_envs=2, num_steps=2, minibatches=4)
-    with pytest.raises(ConfigError, match=r"minibatches: 5 \(expected at most the 4 frames"):
+    with pytest.raises(ConfigError, match=r"minibatches: 5 \(expected an integer of 1 to 4\)"):
         APPOConfig(num_envs=2, num_steps=2, minibatches=5)
 
 
@@ -208,7 +208,7 @@ def test_collectors_are_not_replaced_in_lockstep():
 def test_lockstep_needs_a_slot_for_each_collector():
     APPOConfig(lockstep=True, num_collectors=2, slots=2)
     APPOConfig(num_collectors=2, slots=1)
-    with pytest.raises(ConfigError, match=r"slots: 1 in lock-step"):
+    with pytest.raises(ConfigError, match=r"slots in lock-step: 1 \(expected"):
         APPOConfig(lockstep=True, num_collectors=2, slots=1)
 
 

@@ -20,6 +20,7 @@ from torchrl_unilab.configs.settings import (
     setting,
 )
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.scalars import as_integer
 
 MAX_POOL = 8
 """Rollouts that the pool holds at most."""
@@ -136,22 +137,17 @@ class APPOConfig(AlgorithmConfig):
                 f"restart_workers: {self.restart_workers} with lockstep (expected one of "
                 "them: a run with a replaced collector is not repeatable). Leave one out."
             )
-        if self.minibatches > self.frames_per_rollout:  # the first pool has one rollout
-            raise ConfigError(
-                f"minibatches: {self.minibatches} (expected at most the {self.frames_per_rollout} "
-                f"frames of a rollout, num_envs {self.num_envs} x num_steps {self.num_steps}). "
-                "Lower it, or collect more at a time."
-            )
+        # The first pool has one rollout.
+        remedy = "Lower it, or collect rollouts of more frames, num_envs x num_steps."
+        as_integer("minibatches", self.minibatches, remedy, most=self.frames_per_rollout)
         if self.final_gamma is not None and 1.0 in (self.gamma, self.final_gamma):
             raise ConfigError(
                 f"final_gamma: {self.final_gamma} with gamma {self.gamma} (expected both below 1: "
                 "no horizon grows to or from an infinite one). Use 0.998, or leave it out."
             )
-        if self.lockstep and self.slots is not None and self.slots < self.num_collectors:
-            raise ConfigError(
-                f"slots: {self.slots} in lock-step (expected at least num_collectors, "
-                f"{self.num_collectors}). Leave it out."
-            )
+        if self.lockstep and self.slots is not None:
+            remedy = "Leave it out, for one per collector."
+            as_integer("slots in lock-step", self.slots, remedy, least=self.num_collectors)
 
     @property
     def frames_per_rollout(self) -> int:

@@ -22,7 +22,7 @@ from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_instance
+from torchrl_unilab.scalars import as_instance, as_integer
 from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import APPOStepper
@@ -223,11 +223,8 @@ class APPOTrainer(RankTrainer):
 
     def _take_steps(self, batch: TensorDictBase, pool: TensorDictBase) -> dict[str, torch.Tensor]:
         """Take all passes over the pool; return the mean of each statistic."""
-        if len(pool) < self.optim_steps_per_batch:
-            raise ConfigError(
-                f"minibatches: {self.optim_steps_per_batch} of {len(pool)} samples (expected as "
-                "many samples at least). Collect longer rollouts, or lower minibatches."
-            )
+        remedy = "Each needs a sample: collect longer rollouts, or lower it."
+        as_integer("minibatches", self.optim_steps_per_batch, remedy, most=len(pool))
         hooks = self._process_optim_batch_ops or self._pre_epoch_ops or self._post_optim_log_ops
         update = self._fused
         shuffled: Callable[[int], Iterable[Any]] = partial(self._shuffled, pool)

@@ -21,6 +21,7 @@ from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import LossUpdate, make_update
@@ -346,11 +347,8 @@ class OffPolicyTrainer(RankTrainer):
 
 def _check_replay(storage: PackedReplayStorage, loss: LossModule, config: OffPolicyConfig) -> None:
     """Refuse a replay that is too small, or whose returns are not those that the loss counts on."""
-    if config.min_frames > storage.max_size:
-        raise ConfigError(
-            f"replay of {storage.max_size} rows (expected at least {config.min_frames}, which the "
-            "first update needs). Raise replay_buffer_n, or lower learning_starts or batch_size."
-        )
+    remedy = "The first update needs so many: raise it, or lower learning_starts or batch_size."
+    as_integer("rows of the replay", storage.max_size, remedy, least=config.min_frames)
     if storage.n_step == 1:
         return
     if (reward := _reward_of(loss)) != "reward":

@@ -223,7 +223,7 @@ def test_a_learner_on_a_device_has_what_is_free_there(monkeypatch):
 
 def test_each_rank_needs_the_frames_of_a_first_update():
     check_frames(2, APPOConfig(), ranks=2)
-    with pytest.raises(ConfigError, match=r"expected at least 2, which"):
+    with pytest.raises(ConfigError, match=r"expected an integer of at least 2\)"):
         check_frames(1, APPOConfig(), ranks=2)
 
 

@@ -90,7 +90,7 @@ def test_a_run_of_several_ranks_needs_the_frames_of_a_first_update_for_each(tmp_
     config = APPOConfig()
     monkeypatch.setattr(module.Ranks, "of_torchrun", lambda **_: Mock(rank=0, size=2))
     plan = RunConfig("Hopper-v5", 2 * config.min_frames - 1)
-    with pytest.raises(ValueError, match=f"expected at least {2 * config.min_frames}, which"):
+    with pytest.raises(ValueError, match=rf"an integer of at least {2 * config.min_frames}\)"):
         Run(plan, config, tmp_path / "run")
 
 

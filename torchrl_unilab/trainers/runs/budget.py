@@ -37,6 +37,7 @@ from torchrl_unilab.runtime.budget import (
     ThreadPlan,
     plan_threads,
 )
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.layout import BlockLayout, dotted
 from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.rows import SharedRows
@@ -144,12 +145,8 @@ class RunBudget:
 
 def check_frames(frames: int, config: Config, ranks: int = 1, name: str = "frames") -> None:
     """Refuse fewer frames than the first update needs."""
-    least = config.min_frames * ranks
-    if frames < least:
-        raise ConfigError(
-            f"{name}: {frames} (expected at least {least}, which the first update needs). Collect "
-            "more, or lower learning_starts or batch_size."
-        )
+    remedy = "The first update needs so many: collect more, or lower learning_starts or batch_size."
+    as_integer(name, frames, remedy, least=config.min_frames * ranks)
 
 
 def run_threads(config: Config) -> ThreadPlan:
