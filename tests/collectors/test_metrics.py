@@ -65,6 +65,16 @@ def test_a_staggered_first_episode_counts_only_if_a_terminal_state_ends_it():
     assert log.last[: log.episodes].tolist() == [[2.0, 2.0, 1.0], [2.0, 2.0, 0.0]]
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_spoils_the_return_of_its_own_episode_alone(bad):
+    log = EpisodeLog(1)
+    rewards = np.array([[bad, 1.0, 2.0, 3.0]])
+    done = np.array([[1, 0, 1, 0]], dtype=bool)
+    log.add(rewards, done, done)
+    log.add(rewards[:, 1:], done[:, :3], done[:, :3])
+    assert log.last[: log.episodes, 0].tolist() == [pytest.approx(bad, nan_ok=True), 3.0, 4.0, 5.0]
+
+
 def test_a_log_that_was_saved_knows_which_first_episodes_are_open():
     saved, log = EpisodeLog(2), EpisodeLog(2)
     saved.restart(staggered=True)

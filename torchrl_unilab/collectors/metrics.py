@@ -139,20 +139,21 @@ class EpisodeLog:
         self, reward: NDArray[np.floating], done: NDArray[np.bool_], terminated: NDArray[np.bool_]
     ) -> None:
         """Count a rollout: arrays of shape [num_envs, num_steps]."""
-        sums = np.cumsum(reward, axis=1, dtype=np.float64)
-        ended_steps = np.zeros_like(self._lengths)  # of this rollout, in episodes that have ended
-        ended_sums = np.zeros_like(self._returns)
+        begun = np.zeros_like(self._lengths)  # steps of this rollout in episodes that have ended
         for step, env in np.argwhere(done.T):
-            total = self._returns[env] + sums[env, step] - ended_sums[env]
-            length = self._lengths[env] + step + 1 - ended_steps[env]
+            own = reward[env, begun[env] : step + 1]
+            total = self._returns[env] + own.sum(dtype=np.float64)
+            length = self._lengths[env] + len(own)
             if terminated[env, step] or not self._may_be_cut[env]:
                 self.last[self.episodes % WINDOW] = total, length, terminated[env, step]
                 self.episodes += 1
             self._returns[env] = self._lengths[env] = 0
             self._may_be_cut[env] = False
-            ended_sums[env], ended_steps[env] = sums[env, step], step + 1
-        self._returns += sums[:, -1] - ended_sums
-        self._lengths += reward.shape[1] - ended_steps
+            begun[env] = step + 1
+        # Each episode's rewards are summed apart: one that is not finite spoils no other return.
+        open_steps = np.arange(reward.shape[1]) >= begun[:, None]
+        self._returns += reward.sum(axis=1, dtype=np.float64, where=open_steps)
+        self._lengths += reward.shape[1] - begun
 
 
 class SharedMetrics(Owner):
