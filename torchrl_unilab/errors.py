@@ -96,7 +96,7 @@ class WorkerError(PeerGoneError):
     """A worker process failed: its own traceback, or the signal that ended it.
 
     Attributes:
-        worker: Number of the worker that has ended or is stopped; None if it lives on.
+        worker: Number of the worker that is lost, to be killed if it lives; None if it is late.
     """
 
     worker: int | None = None

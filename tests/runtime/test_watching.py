@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.support.bounds import DEADLINE
-from tests.support.processes import wait_for
+from tests.support.processes import has_ended, wait_for
 from torchrl_unilab.errors import PeerGoneError, WorkerError
 from torchrl_unilab.runtime import worker_process
 from torchrl_unilab.runtime import workers as workers_module
@@ -34,7 +34,7 @@ def _looks_always(monkeypatch):
 
 
 def _serve(link: Link) -> None:
-    """Answer the length of bytes; fail with words; hang up at a tuple; say nothing to None."""
+    """Answer bytes, fail with words, hang up at a tuple, leave with a list's code, ignore None."""
     link.ready()
     while True:
         (given,) = link.request(block=True)
@@ -43,6 +43,8 @@ def _serve(link: Link) -> None:
         if isinstance(given, tuple):
             link.close()
             threading.Event().wait()
+        if isinstance(given, list):
+            os._exit(*given)
         if isinstance(given, int):
             link.answer(bytes(given))
         elif given is not None:
@@ -114,11 +116,36 @@ def test_a_worker_that_hangs_up_and_lives_on_is_not_said_to_have_ended(pair, mon
     pair.stop(0.0)  # as it does not see that it should end
 
 
-def test_a_worker_that_may_have_outlived_its_fork_server_is_not_to_be_replaced(pair):
-    pair._workers[1].process._popen.returncode = 255  # as if the server had been killed
-    with pytest.raises(WorkerError, match=r"server 1, .* exit code 255") as raised:
+def _lose_server(group: WorkerGroup) -> psutil.Process:
+    """Make worker 1 what it is once its fork server was killed."""
+    group._workers[1].process._popen.returncode = 255
+    return psutil.Process(group.pids[1])
+
+
+def test_a_worker_that_outlives_its_fork_server_is_dead_before_another_takes_its_place(pair):
+    lost = _lose_server(pair)
+    with pytest.raises(WorkerError, match=r"server 1, .* lost its fork server") as raised:
         pair.check()
-    assert raised.value.worker is None
+    assert raised.value.worker == 1
+    pair.restart(1)
+    assert has_ended(lost)
+    assert pair.ask(1, b"four") == 4
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_a_worker_that_outlives_its_fork_server_is_ended_with_its_group(pair, seconds):
+    pair.send(1, ())
+    lost = _lose_server(pair)
+    pair.stop(seconds)
+    assert has_ended(lost)
+
+
+def test_a_worker_that_ends_itself_with_exit_code_255_is_named_and_replaced(pair):
+    pair.send(1, [255])
+    with pytest.raises(WorkerError, match=r"server 1, .* ended by itself with exit code 255") as e:
+        pair.receive(1, DEADLINE)
+    pair.restart(e.value.worker)
+    assert pair.ask(1, b"four") == 4
 
 
 def _leave_with(link: Link, words: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
@@ -12,6 +13,8 @@ import psutil
 from torchrl_unilab.limits import process_status
 from torchrl_unilab.runtime.link import Channel
 
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+_PAUSE_SECONDS = 0.01  # between two looks at a process whose sentinel is silent, or spent
 CONTINUE_SECONDS = 0.25  # within which all of a terminal's job run once it is continued
 
 
@@ -34,6 +37,11 @@ class WorkerProcess:
     channel: Channel
     ready: bool = False
     requests: int = 0
+    _system: psutil.Process | None = field(default=None, init=False)  # None if it died at once
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._system = psutil.Process(self.process.pid)
 
     @property
     def ended(self) -> bool:
@@ -45,14 +53,33 @@ class WorkerProcess:
         return bool(wait([self.process.sentinel], 0)) or not self.process.is_alive()
 
     @property
+    def alive(self) -> bool:
+        """Whether it lives: the system knows it also if a fork server was killed, and left it."""
+        try:
+            system = self._system
+            return system is not None and system.is_running() and system.status() not in _ENDED
+        except psutil.NoSuchProcess:
+            return False
+
+    @property
     def stopped(self) -> bool:
         """Whether a signal stopped it, so that it neither works nor ends."""
         return process_status(self.process.pid) == psutil.STATUS_STOPPED
 
-    def end(self, deadline: float) -> None:
-        """Wait for its end until a deadline of ``time.monotonic``; then, or if stopped, kill it."""
-        while (left := deadline - time.monotonic()) > 0.0 and not (self.ended or self.stopped):
-            wait([self.process.sentinel], min(left, CONTINUE_SECONDS))
+    def kill(self) -> None:
+        """Kill it, if it lives; return when it is dead."""
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        while self.alive:
+            assert self._system is not None, "what lives is known"
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._system.kill()
+            time.sleep(_PAUSE_SECONDS)
+
+    def end(self, deadline: float) -> None:
+        """Wait for its end until a deadline of ``time.monotonic``; then, or if stopped, kill it."""
+        while (left := deadline - time.monotonic()) > 0.0 and self.alive and not self.stopped:
+            if wait([self.process.sentinel], min(left, CONTINUE_SECONDS)):
+                time.sleep(_PAUSE_SECONDS)  # it is about to end, or its fork server has
+        self.kill()

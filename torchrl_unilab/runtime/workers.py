@@ -35,7 +35,6 @@ START_SECONDS = 120.0
 STOP_SECONDS = 2.0
 FAILED_START_SECONDS = 0.2  # workers that are still starting do not listen
 CHECK_SECONDS = 0.5  # between two checks for stopped workers
-_SERVER_LOST = 255  # exit code of workers whose fork server was killed, whether they live or not
 _HINTS = {
     "SIGKILL": "See whether the system was out of memory, by `dmesg`.",
     "SIGBUS": "See whether shared memory was full, by `torchrl-unilab budget`.",
@@ -226,9 +225,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
 
     def end(self, index: int) -> None:
         """Kill a worker, if it is alive; what it held may then be reclaimed. Idempotent."""
-        process = self._worker(index).process
-        process.kill()
-        process.join()
+        self._worker(index).kill()
 
     def restart(self, index: int) -> None:
         """Start a worker anew in place of one that failed.
@@ -329,10 +326,9 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         when = "" if worker.ready else " before it was ready"
         hint = "" if worker.ready else _start_hint()
         how = "closed its connection" if code is None else f"ended by itself with exit code {code}"
-        lost = self._error(worker, f"{how}{when}", hint)
-        if code == _SERVER_LOST:
-            lost.worker = None  # it may live, and write: not to be replaced
-        raise lost
+        if code is not None and worker.alive:  # the code is multiprocessing's own
+            how = "lost its fork server, which was killed"
+        raise self._error(worker, f"{how}{when}", hint)
 
     def _error(self, worker: WorkerProcess, text: str, remedy: str = "") -> WorkerError:
         text, gap = text.rstrip(), "\n" if "\n" in text else " "  # a traceback ends its own line
