@@ -42,6 +42,7 @@ def test_numbers_below_one_are_refused(name: str, value: int) -> None:
         ),
         ({"seed": -1}, r"seed: -1 \(expected an integer of at least 0\)"),
         ({"stagger": "no"}, r"stagger: 'no' \(expected False or True\)"),
+        ({"auto_reset": True}, r"^MujocoBatchEnv: auto_reset is True \(expected False"),
         ({"dtype": torch.float16}, r"dtype: torch.float16 \(expected torch.float32 or torch.f"),
     ],
 )

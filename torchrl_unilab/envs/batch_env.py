@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
+from torchrl_unilab.envs.constructor import Constructor
 from torchrl_unilab.envs.env_state import EnvState, simulations_of
 from torchrl_unilab.envs.randomization import Ids, Randomize
 from torchrl_unilab.envs.registry import make_task
@@ -31,7 +32,7 @@ _FLAGS = ("done", "terminated", "truncated")
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-class MujocoBatchEnv(EnvBase):
+class MujocoBatchEnv(EnvBase, metaclass=Constructor):
     """Many simulations of one MuJoCo task, as one batched environment.
 
     Physics runs in float64 through `mujoco.batch.Batch`, on its own threads; for a Gymnasium task
@@ -92,8 +93,7 @@ class MujocoBatchEnv(EnvBase):
             ``observation`` and ``reset`` (whose observations count as observations).
 
     Raises:
-        ConfigError: An argument is out of range or names no task, or pictures cannot be
-            drawn.
+        ConfigError: An argument is out of range or names no task, or pictures cannot be drawn.
 
     Examples:
         >>> from torchrl_unilab.envs import MujocoBatchEnv

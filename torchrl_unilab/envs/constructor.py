@@ -1,0 +1,26 @@
+"""How environments are constructed: as TorchRL does it, without what would break ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrl.envs.common import _EnvPostInit
+
+from torchrl_unilab.errors import ConfigError
+
+
+class Constructor(_EnvPostInit):
+    """The metaclass of environments that start no episode by themselves."""
+
+    def __call__(self, *args: Any, auto_reset: bool = False, **kwargs: Any) -> Any:
+        """Construct an environment.
+
+        Raises:
+            ConfigError: It is to reset itself, which TorchRL would take as done.
+        """
+        if auto_reset:
+            raise ConfigError(
+                f"{self.__name__}: auto_reset is {auto_reset} (expected False: a step returns the "
+                "true next observation). Leave it out; step_and_maybe_reset starts episodes."
+            )
+        return super().__call__(*args, **kwargs)
