@@ -96,6 +96,18 @@ def test_arguments_of_stock_trainers_of_another_type_are_refused(
 
 
 @BOTH
+def test_a_checkpoint_where_none_can_be_made_is_refused_on_the_rank_that_saves(
+    trainer, config, tmp_path, monkeypatch
+):
+    (tmp_path / "file").touch()
+    given = {"save_trainer_file": tmp_path / "file" / "new" / "trained.pt"}
+    with pytest.raises(ConfigError, match=r"^save_trainer_file .*trained.pt: cannot .*/file \(exp"):
+        check_arguments(given, config, type(config))
+    monkeypatch.setenv("RANK", "1")
+    check_arguments(given, config, type(config))
+
+
+@BOTH
 def test_arguments_of_stock_trainers_of_their_types_are_accepted(trainer, config, tmp_path):
     given = {"checkpoint": Checkpoint(), "checkpoint_metadata": len, "save_trainer_file": tmp_path}
     given |= {"log_interval": np.int64(5), "logger": Mock()}  # as a client of a logger elsewhere is

@@ -19,9 +19,11 @@ from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
 from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
+from torchrl_unilab.limits import launcher_env
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks, shapes_of
 from torchrl_unilab.scalars import as_instance
+from torchrl_unilab.trainers.runs.directory import check_can_be_made
 
 NORM = "norm of the weights"
 """Key, in an update's means, of the norm of all learnt parameters: checked, not logged."""
@@ -102,7 +104,7 @@ def leave_out(names: Iterable[str], kind: type) -> str:
 
 
 def check_arguments(given: Mapping[str, object], config: object, kind: type) -> None:
-    """Refuse settings of another algorithm, and stock arguments of other types or of no effect.
+    """Refuse settings of another algorithm, and stock arguments that cannot work or have no effect.
 
     Raises:
         ConfigError: Names them.
@@ -121,6 +123,9 @@ def check_arguments(given: Mapping[str, object], config: object, kind: type) -> 
                 f"{name}: {value!r} (expected {_STOCK[name].annotation}). Correct it, or leave it "
                 "out."
             )
+    saved = given.get("save_trainer_file")
+    if isinstance(saved, str | Path) and not launcher_env("RANK", 0):  # only rank 0 saves
+        check_can_be_made(f"save_trainer_file {saved}", Path(saved).parent)
 
 
 class RankTrainer(Trainer):

@@ -66,11 +66,16 @@ def check_run_dir(path: Path) -> None:
             f"run directory {path}: it is {found} (expected a new or empty directory). "
             f"Choose another{way}."
         )
-    parent = next(parent for parent in (path, *path.parents) if parent.exists())
+    check_can_be_made(f"run directory {path}", path)
+
+
+def check_can_be_made(what: str, directory: Path) -> None:
+    """Refuse a directory that is not there and cannot be made, or written to; a ConfigError."""
+    parent = next(parent for parent in (directory, *directory.parents) if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(
-            f"run directory {path}: cannot be made in {parent} (expected a directory that "
-            "may be written to). Choose another."
+            f"{what}: cannot be made in {parent} (expected a directory that may be written to). "
+            "Choose another."
         )
 
 
