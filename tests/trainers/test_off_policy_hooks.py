@@ -88,7 +88,6 @@ def test_a_hook_that_would_move_the_targets_again_is_refused(fused):
         each.close()
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler:UserWarning")  # of a fused one
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_schedule_of_rates_holds_unless_they_are_annealed(fused):
     trainer = off_policy_trainer(10, fused=fused)

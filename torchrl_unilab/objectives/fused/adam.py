@@ -84,6 +84,7 @@ class FlatAdam:
         self._parameter = nn.Parameter(self.flat)
         self._parameter.grad = self.grad
         self.optimizer = torch.optim.Adam([self._parameter], lr=lr, fused=True)
+        vars(self.optimizer)["_opt_called"] = True  # or torch's schedulers warn: `step` below is it
         self.optimizer.register_load_state_dict_post_hook(self._after_load)
         self.optimizer.state[self._parameter] = {
             "step": torch.zeros((), device=self.flat.device),
