@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,16 @@ from tensordict import TensorDictBase
 
 from tests.support.acting import make_policy
 from tests.support.collecting import CountingEnv
+from tests.support.interrupts import Bytecodes
 from tests.support.processes import DEADLINE, live_children
-from torchrl_unilab.collectors import APPOCollector, ReplayCollector
+from torchrl_unilab.collectors import (
+    APPOCollector,
+    ReplayCollector,
+    replay,
+    rollouts,
+    service,
+    worker,
+)
 from torchrl_unilab.runtime.workers import WorkerGroup
 
 WORKERS = 3
@@ -115,7 +124,7 @@ def rows() -> TensorDictBase:
 
 
 @pytest.fixture(scope="module")
-def rollouts() -> list[TensorDictBase]:
+def uninterrupted() -> list[TensorDictBase]:
     """Rollouts of a collector that was not interrupted."""
     with _appo() as collector:
         return _rollouts(collector)
@@ -137,11 +146,44 @@ def test_a_replay_collector_continues_as_one_that_was_not_interrupted(rows, call
 
 @LATE
 @pytest.mark.parametrize("call", ["send", "receive"])
-def test_rounds_in_lockstep_are_whole_though_one_was_interrupted(rollouts, call, late):
+def test_rounds_in_lockstep_are_whole_though_one_was_interrupted(uninterrupted, call, late):
     with _appo() as collector:
         fault = _Interrupt(collector._team.group, call, "collect", late)
         found = _rollouts(collector)
     assert fault.fallen
     assert len(found) == TICKS * WORKERS
-    assert all((one == other).all() for one, other in zip(rollouts, found, strict=True))
+    assert all((one == other).all() for one, other in zip(uninterrupted, found, strict=True))
     assert not live_children()
+
+
+def _follows(rows: TensorDictBase) -> bool:
+    """Whether each row's next observation is that of its own episode and step."""
+    now, then = rows["observation"], rows["next", "observation"]
+    return torch.equal(now + torch.tensor([0.0, 1.0, -1.0]), then)
+
+
+INLINE: dict[str, Any] = {"frames_per_batch": BATCH, "inline": True, "timeout": DEADLINE}
+
+
+def test_rollouts_of_an_inline_collector_are_whole_after_ctrl_c_anywhere_in_a_tick():
+    with APPOCollector(CountingEnv, make_policy(0.0), **INLINE) as collector:
+        for nth in itertools.count(1, 3):
+            interrupt = Bytecodes(nth, [service, rollouts, worker])
+            if not interrupt.interrupts(lambda: next(iter(collector))):
+                break
+            assert _follows(next(iter(collector)))
+            assert not collector.storage.leases
+    assert nth > 100, "the tick was not traced"
+
+
+def test_rows_of_an_inline_collector_are_whole_after_ctrl_c_anywhere_in_a_tick():
+    with ReplayCollector(CountingEnv, make_policy(0.0), capacity=BATCH, **INLINE) as collector:
+        for nth in itertools.count(1, 3):
+            before, come = collector.storage.ptr, collector._team.ticks
+            interrupt = Bytecodes(nth, [service, replay, worker])
+            if not interrupt.interrupts(lambda: next(iter(collector))):
+                break
+            next(iter(collector))
+            assert _follows(collector.storage.get(torch.arange(BATCH)))
+            assert collector.storage.ptr - before == BATCH * (collector._team.ticks - come)
+    assert nth > 100, "the tick was not traced"

@@ -63,6 +63,10 @@ class ReplaySink:
         publish()
         return True
 
+    def stored(self) -> int:
+        """Return how many rows there have been."""
+        return self.storage.ptr
+
     def recover(self, worker: int) -> None:
         """Do nothing: rows that a dead worker had not completed are below no `head`."""
 

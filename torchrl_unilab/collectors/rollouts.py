@@ -58,15 +58,16 @@ class RingSink:
         rollouts.clock.to("wait")
         if slot is None:
             return False
-        try:
-            with span("rollout"):
-                rollouts.rollout(slot)
-        except BaseException:
-            self.storage.abandon()
-            raise
+        with span("rollout"):
+            rollouts.rollout(slot)
         publish()
         self.storage.commit()
         return True
+
+    def stored(self) -> int:
+        """Return how many rollouts are committed; abandon the slot that is claimed here."""
+        self.storage.abandon()
+        return self.storage.write_count
 
     def recover(self, worker: int) -> None:
         """Free the slots that a dead worker held."""

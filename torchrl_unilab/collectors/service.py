@@ -53,6 +53,9 @@ class Sink(Protocol):
             timeout: Seconds to wait for room; as long as the storage waits if None.
         """
 
+    def stored(self) -> int:
+        """Return how much all writers have stored; give up what this process has not."""
+
     def recover(self, worker: int) -> None:
         """Free what a dead writer held, in the collector's process."""
 
@@ -164,14 +167,18 @@ class WorkerService:
     def _collect_tick(self, tick: int) -> None:
         if tick <= self.ticks:
             return
-        before, self.ticks = self.ticks, tick
+        stored, before = self.sink.stored(), self.ticks
         try:
+            self.ticks = tick
             if not self.sink.collect(self.rollouts, self.publish, None):
                 raise WaitTimeoutError(
                     f"tick {tick}: no slot was freed in time (expected one). Release leases."
                 )
-        except BaseException:
+        except BaseException:  # inline, Ctrl-C may have come at any point
             self.ticks = before
+            self.rollouts.reset()  # the environment may be ahead of what was kept of its episodes
+            if self.sink.stored() > stored:
+                self.ticks = tick
             raise
 
     def _run(self, running: bool) -> None:
