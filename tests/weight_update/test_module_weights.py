@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 import warnings
 
 import numpy as np
@@ -149,6 +151,29 @@ def test_extra_state_is_taken_without_the_warning_that_there_are_no_statistics_y
     net.category = DeprecationWarning  # of which the user is to hear
     with pytest.warns(DeprecationWarning, match="no statistics"):
         ModuleWeights(net)
+
+
+class _Yielding(_Stateful):
+    """Lets other threads run before it returns its extra state."""
+
+    def get_extra_state(self) -> object:
+        time.sleep(0)
+        return self.state
+
+
+def test_extra_state_taken_in_several_threads_silences_no_later_warning():
+    before = [*warnings.filters]
+
+    def take() -> None:
+        for _ in range(200):
+            ModuleWeights(_Yielding(3))
+
+    threads = [threading.Thread(target=take) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [*warnings.filters] == before
 
 
 def test_extra_state_is_copied_from_the_tensors_that_are_given():

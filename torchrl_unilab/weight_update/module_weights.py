@@ -6,6 +6,7 @@ tensor is looked up in the module at each use, and never kept.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -28,6 +29,8 @@ _SCALARS: dict[str, tuple[type, torch.dtype]] = {
     "int": (int, torch.int64),
     "float": (float, torch.float64),
 }
+
+_quiet = threading.RLock()  # the filters of warnings are the process's: one thread at a time
 
 _TORCHRL_EXTRA_STATE = "__extra_state__"  # as TorchRL's strategies name it
 
@@ -118,7 +121,7 @@ class ModuleWeights:
         """Return the extra state as it is now, by dotted key."""
         flat: dict[str, torch.Tensor] = {}
         for prefix, submodule in self._stateful:
-            with warnings.catch_warnings():
+            with _quiet, warnings.catch_warnings():
                 # TorchRL's normalisers warn when they have no statistics yet.
                 warnings.simplefilter("ignore", UserWarning)
                 flat.update(flatten_extra_state(prefix, submodule.get_extra_state()))
