@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RoundRobinWriter, TensorDictRoundRobinWriter
 
 from tests.support.rollouts import make_rollout, stack, values
 from torchrl_unilab.data import (
@@ -13,7 +16,7 @@ from torchrl_unilab.data import (
     RolloutRingStorage,
     RolloutRingWriter,
 )
-from torchrl_unilab.errors import WaitTimeoutError
+from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
 
 
 def test_positions_of_what_another_process_took_meanwhile_are_not_negative(storage, monkeypatch):
@@ -99,3 +102,40 @@ def test_a_reader_waits_without_end_for_the_writer_that_emptying_or_loading_left
     leave(storage)
     monkeypatch.setattr("torchrl_unilab.shm.ring.waits", comes_late)
     assert storage.wait(None)
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer, RolloutReplayBuffer])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda buffer, value: buffer.set_("action", value),
+        lambda buffer, value: buffer.set_at_("action", value[:1], slice(1)),
+        lambda buffer, value: buffer.update_({"action": value}),
+    ],
+    ids=["set_", "set_at_", "update_"],
+)
+def test_unread_rollouts_are_not_changed_in_place_and_the_caller_is_told(storage, cls, change):
+    parts = {} if cls is RolloutReplayBuffer else {"writer": RolloutRingWriter()}
+    buffer = cls(storage=storage, batch_size=1, **parts)
+    buffer.extend(stack(1, 2))
+    with pytest.raises(UsageError, match="cannot change unread rollouts"):
+        change(buffer, torch.zeros_like(buffer["action"]))
+    assert values(buffer[:]) == [1, 2]
+
+
+@pytest.mark.parametrize("index", ["action", ("next", "done"), 0, slice(2), (slice(None), 0)])
+def test_assignment_to_a_rollout_buffer_is_refused_by_key_as_by_position(storage, index):
+    buffer = RolloutReplayBuffer(storage=storage, batch_size=1)
+    buffer.extend(stack(1, 2))
+    with pytest.raises(UsageError, match="cannot replace rollout"):
+        buffer[index] = buffer[index]
+
+
+@pytest.mark.parametrize("writer", [RoundRobinWriter, TensorDictRoundRobinWriter])
+def test_a_writer_that_takes_environments_for_items_is_refused_by_name(storage, writer):
+    buffer = ReplayBuffer(storage=storage, writer=writer(), batch_size=1)
+    message = rf"by a {writer.__name__} \(expected a RolloutRingWriter"
+    for data in (make_rollout(1), stack(1, 2)):
+        with pytest.raises(ConfigError, match=message):
+            buffer.extend(data)
+    assert len(storage) == 0

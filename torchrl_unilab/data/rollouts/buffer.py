@@ -179,6 +179,10 @@ class RolloutReplayBuffer(TensorDictReplayBuffer):
             return
         yield from super().__iter__()
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Refuse to change unread rollouts; stock buffers would change copies of a key."""
+        self.storage.set(index, value, set_cursor=False)
+
     def share(self, shared: bool = True) -> RolloutReplayBuffer:
         """Share the buffer and its transforms between processes."""
         super().share(shared)

@@ -24,6 +24,7 @@ from torchrl_unilab.data.positions import check_range, flat_positions, is_mask, 
 from torchrl_unilab.data.rollouts.checkpoint import RolloutRingCheckpointer, check_state
 from torchrl_unilab.data.rollouts.shared import SharedRollouts
 from torchrl_unilab.data.schema import TensorField, TensorSchema
+from torchrl_unilab.data.shared_storage import SharedStorageWriter
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError, WaitTimeoutError
 from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.ring import COUNTERS, Lease
@@ -48,6 +49,9 @@ class RolloutRingStorage(SharedRollouts):
     dimensions are not kept. The schema comes from `example`, from a spec (`from_spec`), or from the
     first rollout written; once the schema is known, the storage can be sent to spawned processes.
     Each of them may write as one writer.
+
+    What is read is a copy, and unread rollouts do not change: ``buffer["reward"] = x`` of a stock
+    buffer changes its copy, without an error; a `RolloutReplayBuffer` refuses it.
 
     The reader may hold slots: those that it acquired, and those that it waited for or looked at
     (`wait`, `get`, `state_dict`) and has not taken out yet. Each leaves its writer one slot less.
@@ -165,13 +169,28 @@ class RolloutRingStorage(SharedRollouts):
 
         Raises:
             UsageError: A rollout is replaced, as in ``storage[i] = rollout``.
+            ConfigError: A buffer writes by another writer than a `RolloutRingWriter`.
         """
         if not set_cursor:
             raise UsageError(
                 f"cannot replace rollout {cursor!r}: rollouts are read once (expected an "
                 "extend). Write it as a new one."
             )
+        for buffer in self._buffers():
+            if not isinstance(buffer.writer, SharedStorageWriter):
+                raise ConfigError(
+                    f"cannot write rollouts by a {type(buffer.writer).__name__} (expected a "
+                    "RolloutRingWriter: others take each environment for an item). Give the "
+                    "buffer writer=RolloutRingWriter()."
+                )
         self.write_all(data)
+
+    def _bump_mutation_revision(self) -> None:
+        """Refuse ``set_``, ``set_at_`` and ``update_`` of buffers, which change what they read."""
+        raise UsageError(
+            "cannot change unread rollouts: a buffer reads copies of them (expected an extend). "
+            "Change a rollout before you write it, or once it is sampled."
+        )
 
     # Copies out
 
@@ -236,9 +255,12 @@ class RolloutRingStorage(SharedRollouts):
                 self.ring.release(lease, read=i >= positions[0])
         return copy
 
+    def _buffers(self) -> list[ReplayBuffer]:
+        return [each for each in self._attached_entities if isinstance(each, ReplayBuffer)]
+
     def _check_samplers(self) -> None:
-        for buffer in self._attached_entities:
-            if isinstance(buffer, ReplayBuffer) and not isinstance(buffer.sampler, RolloutSampler):
+        for buffer in self._buffers():
+            if not isinstance(buffer.sampler, RolloutSampler):
                 raise ConfigError(
                     f"cannot sample rollouts by a {type(buffer.sampler).__name__} (expected a "
                     "RolloutRingSampler, which takes out what it samples). Give the buffer "
@@ -277,6 +299,10 @@ class RolloutRingStorage(SharedRollouts):
             self._ring.resume_from({})
 
     # Checkpoints
+
+    def loads(self, path: Any) -> None:
+        """Load what `dumps` saved, see `load_state_dict`."""
+        self.checkpointer.loads(self, path)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the unread rollouts, in order, and the counters.
