@@ -4,6 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from tests.support.transitions import replay_of, stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
@@ -81,3 +82,12 @@ def test_rows_that_are_overwritten_while_they_are_read_come_once_with_the_next_c
         rows, counted = storage.read_since(())
         assert rows["count"][:, 0].tolist() == [3, 4, 5, 6, 7]
         assert storage.read_since(counted)[0]["count"][:, 0].tolist() == [8, 9, 10]
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_rewards_of_8_bits_are_checked_too(bad):
+    rewards = torch.tensor([1.0, torch.nan if bad else 2.0]).to(torch.float8_e4m3fn)
+    rows = TensorDict({"next": {"reward": rewards}}, [2])
+    with PackedReplayStorage(4, non_finite="count") as storage:
+        storage.append(rows)
+        assert (len(storage), storage.non_finite) == (2, int(bad))

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RoundRobinWriter, TensorDictRoundRobinWriter
 
 from tests.support.rollouts import make_rollout, stack, values
 from torchrl_unilab.data import (
+    RolloutPool,
     RolloutReplayBuffer,
     RolloutRingSampler,
     RolloutRingStorage,
@@ -139,3 +141,18 @@ def test_a_writer_that_takes_environments_for_items_is_refused_by_name(storage, 
         with pytest.raises(ConfigError, match=message):
             buffer.extend(data)
     assert len(storage) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
+def test_rollouts_of_a_dtype_that_torch_cannot_add_are_read_and_pooled(dtype):
+    pixels = torch.arange(6, dtype=torch.float32).to(dtype).view(2, 3)
+    rollout, pool, other = (
+        TensorDict(pixels=pixels, batch_size=[2, 3]),
+        RolloutPool(1),
+        RolloutPool(1),
+    )
+    with RolloutRingStorage(2, example=rollout) as storage:
+        storage.write(rollout)
+        pool.add(storage[0])
+    other.load_state_dict(pool.state_dict())
+    assert torch.equal(other.data["pixels"].t().float(), pixels.float())

@@ -146,9 +146,12 @@ class RowAppender:
     def _check_finite(self, chosen: list[torch.Tensor], count: int, counts: bool) -> None:
         bad: torch.Tensor | None = None
         for index in self._checked_fields:
-            if math.isfinite(chosen[index].sum().item()):  # the cheapest look at all of them
+            values = chosen[index]
+            if values.dtype.itemsize == 1:
+                values = values.float()  # torch cannot sum float8
+            if math.isfinite(values.sum().item()):  # the cheapest look at all of them
                 continue
-            wrong = ~chosen[index].isfinite().reshape(count, -1).all(1)
+            wrong = ~values.isfinite().reshape(count, -1).all(1)
             if self._non_finite == "refuse" and wrong.any():
                 raise ConfigError(
                     f"cannot write rows: {self._form.schema.names[index]!r} of row "

@@ -92,7 +92,7 @@ class RolloutPool:
         return {
             "added": self.added,
             "batch_size": None if memory is None else list(memory.batch_size),
-            "rollouts": None if memory is None else memory.clone().to_dict(),
+            "rollouts": None if memory is None else memory.apply(torch.clone).to_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -110,7 +110,8 @@ class RolloutPool:
         self.added = state_dict["added"]
         self._memory = self._schema = None
         if size is not None:
-            self._memory = TensorDict(state_dict["rollouts"], size).to(self.device).clone()
+            saved = TensorDict(state_dict["rollouts"], size).to(self.device)
+            self._memory = saved.apply(torch.clone)  # `clone` fails where torch cannot add
 
     @property
     def data(self) -> TensorDictBase:

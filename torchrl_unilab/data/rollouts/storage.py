@@ -245,15 +245,14 @@ class RolloutRingStorage(SharedRollouts):
             self._check_samplers()
         unread, positions = self._find(index)
         rollouts = [self._rollout(unread[i].slot) for i in positions]
-        if is_single(index):
-            return rollouts[0].clone()
         assert self._schema is not None
+        # Stacked even if it is one: TensorDict.clone fails for dtypes that torch cannot add.
         copy = torch.stack(rollouts) if rollouts else self._schema.empty((0,))
         if drawn:
             self._drawn = None
             for i, lease in enumerate(unread[: positions[-1] + 1]):
                 self.ring.release(lease, read=i >= positions[0])
-        return copy
+        return copy[0] if is_single(index) else copy
 
     def _buffers(self) -> list[ReplayBuffer]:
         return [each for each in self._attached_entities if isinstance(each, ReplayBuffer)]
