@@ -50,6 +50,18 @@ def available_memory() -> int:
     return free if headroom is None else min(free, headroom)
 
 
+def check_memory(what: str, nbytes: int, remedy: str) -> None:
+    """Refuse what does not fit the memory that this process may still take.
+
+    Raises:
+        ConfigError: It does not fit.
+    """
+    if nbytes > (free := available_memory()):
+        raise ConfigError(
+            f"{what}: {nbytes} bytes (expected at most {free}, what is free). {remedy}"
+        )
+
+
 def available_cores() -> int:
     """Return the cores that this process may keep busy: by affinity, control groups and ranks."""
     affinity = getattr(os, "sched_getaffinity", None)

@@ -112,3 +112,12 @@ def test_the_critics_of_a_loss_normalise_by_the_actors_statistics_of_the_moment(
 def test_a_width_that_is_no_positive_integer_is_refused(make, size, hidden):
     with pytest.raises(ConfigError, match=r"width of a network: .* an integer of at least 1"):
         make(size, hidden=hidden)
+
+
+@pytest.mark.parametrize("make", [make_critic, partial(make_q_value, action_size=1)])
+def test_a_network_that_fits_no_memory_is_refused(make):
+    for size, hidden in ((10**12, (8,)), (3, (10**8, 10**8)), (2**62, ())):
+        with pytest.raises(
+            ConfigError, match=r"network of widths .*: \d+ bytes \(expected at most"
+        ):
+            make(size, hidden=hidden)

@@ -128,6 +128,13 @@ def test_bounds_and_widths_that_cannot_work_are_refused(make, bounds, complaint)
         make(3, 2, **bounds)
 
 
+@pytest.mark.parametrize("size", [0, -1, True, 2.0, None, 10**12, 2**62])
+@pytest.mark.parametrize("make", [make_sac_actor, make_td3_actor])
+def test_a_number_of_actions_that_cannot_be_is_refused(make, size):
+    with pytest.raises(ConfigError, match=rf"actions: ({size} .*integer|\d+ bytes)"):
+        make(3, size)
+
+
 @pytest.mark.parametrize("bounds", [(1.0, 1.0), (-math.inf, 0.0), (0.0, math.inf)])
 def test_bounds_of_the_scale_must_be_finite_and_in_order(bounds):
     with pytest.raises(ConfigError, match="log_std_bounds"):

@@ -12,13 +12,17 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from torchrl_unilab.limits import check_memory
 from torchrl_unilab.scalars import as_integer
 
 
 def checked_widths(sizes: Sequence[int]) -> list[int]:
-    """Return widths of layers; refuse those that are not positive integers."""
+    """Return widths of layers; refuse those that are not positive integers, or fit no memory."""
     remedy = "Use 64, for example, or leave `hidden` empty for a linear network."
-    return [as_integer("width of a network", size, remedy) for size in sizes]
+    widths = [as_integer("width of a network", size, remedy) for size in sizes]
+    weights = sum(n_in * n_out for n_in, n_out in itertools.pairwise(widths))
+    check_memory(f"network of widths {widths}", 4 * weights, remedy)
+    return widths
 
 
 def tanh_mlp(sizes: Sequence[int], *, last_gain: float) -> nn.Sequential:

@@ -18,9 +18,11 @@ from torchrl.data import Bounded
 from torchrl.modules import TanhNormal
 
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.limits import check_memory
 from torchrl_unilab.modules.gaussian import DirectActor
 from torchrl_unilab.modules.mlp import relu_mlp
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
+from torchrl_unilab.scalars import as_integer
 
 
 def squash(x: torch.Tensor) -> torch.Tensor:
@@ -263,6 +265,8 @@ def _bounds(
     low: float | torch.Tensor, high: float | torch.Tensor, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bounds as tensors of their own, [size]; refuse those that leave no room."""
+    size = as_integer("size of actions", size, "Give the length of their vector.")
+    check_memory(f"bounds of {size} actions", 8 * size, "Give the length of their vector.")
     bounds = []
     for name, value in (("low", low), ("high", high)):
         bound = torch.as_tensor(value, dtype=torch.get_default_dtype())

@@ -212,6 +212,13 @@ def test_what_a_pipeline_cannot_sample_from_is_refused(source):
         DoubleBufferReplayPipeline(source, sample_count=8)
 
 
+@pytest.mark.parametrize("rows", [-1, 1.5, "1", True, float("nan")], ids=repr)
+def test_rows_to_wait_for_that_are_no_number_of_rows_are_refused(pipeline, rows):
+    with pytest.raises(ConfigError, match=rf"min_snapshot_ptr: {rows!r} \(expected an integer"):
+        pipeline.start_prepare(0, COUNT, min_snapshot_ptr=rows)
+    assert pipeline.start_prepare(0, COUNT) is True
+
+
 @pytest.mark.parametrize("ask", ["start_prepare", "batch_ready", "sample_large_batch"])
 @pytest.mark.parametrize("tick", [-1, 1.5, "1", None, True], ids=repr)
 def test_a_tick_that_is_no_number_of_one_is_refused(pipeline, ask, tick):

@@ -14,7 +14,7 @@ from torchrl.data import ReplayBuffer
 
 from tests.support.processes import shared_mappings
 from tests.support.transitions import flags, replay_of, same, stamped, transitions
-from torchrl_unilab.data import PackedReplayStorage
+from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
 from torchrl_unilab.errors import (
     ConfigError,
     ContentionError,
@@ -34,6 +34,17 @@ def test_as_many_rows_as_there_cannot_be_are_not_sampled(count):
                 ConfigError, match=rf"rows to sample: {count} \(expected an integer"
             ):
                 sample(count)
+
+
+def test_a_batch_that_fits_no_memory_is_refused_before_it_is_taken():
+    with replay_of(transitions(3), 10) as storage:
+        for make in (
+            storage.empty_batch,
+            lambda count: DoubleBufferReplayPipeline(storage, sample_count=count),
+        ):
+            for count in (10**12, 2**62):
+                with pytest.raises(ConfigError, match=rf"batch of {count} rows: \d+ bytes"):
+                    make(count)
 
 
 def test_capacity_one_holds_the_last_row():

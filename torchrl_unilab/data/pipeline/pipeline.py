@@ -201,12 +201,15 @@ class DoubleBufferReplayPipeline(Owner):
             True if this call started it, false if the tick is pending, prepared or in use.
 
         Raises:
-            ConfigError: Another number of rows than the pipeline's, or a negative tick.
+            ConfigError: Another number of rows than the pipeline's, a negative tick, or a
+                `min_snapshot_ptr` that counts no rows.
             UsageError: Another tick has not been sampled.
             SegmentClosedError: The pipeline is closed, before or meanwhile.
             Exception: Packing in the learner's thread failed.
         """
         tick_id = self._check(tick_id, sample_count)
+        what, remedy = "replay pipeline min_snapshot_ptr", "Count rows from 0."
+        rows = as_integer(what, min_snapshot_ptr or 0, remedy, least=0)
         if tick_id in (self._cold_tick, self._hot_tick):
             return False
         if self._cold_tick is not None:
@@ -215,10 +218,10 @@ class DoubleBufferReplayPipeline(Owner):
                 f"(expected it to be). Call sample_large_batch({self._cold_tick}, ...) first."
             )
         if self._thread is not None:
-            self._prepared = self._thread.submit(self._prepare, tick_id, min_snapshot_ptr or 0)
+            self._prepared = self._thread.submit(self._prepare, tick_id, rows)
         else:
             self._prepared = Future()
-            self._prepared.set_result(self._prepare(tick_id, min_snapshot_ptr or 0))
+            self._prepared.set_result(self._prepare(tick_id, rows))
         self._cold_tick = tick_id
         return True
 

@@ -23,6 +23,7 @@ from torchrl_unilab.data.positions import MASKS, flat_positions, is_single
 from torchrl_unilab.data.replay.priority_tree import PriorityTree
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError, UsageError
+from torchrl_unilab.limits import check_memory
 from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.shm.window import Window
 
@@ -95,6 +96,8 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             _check_number(what, number)
         name, remedy = "PackedPrioritizedSampler", "Choose one of them."
         max_capacity = as_integer(f"{name} max_capacity", max_capacity, "Make it the storage's.")
+        needed = 10 * max_capacity  # float64, and a minimum and a sum of each block
+        check_memory(f"{name} max_capacity {max_capacity}", needed, "Make it the storage's.")
         as_choice(f"{name} dtype", dtype, (torch.float32, torch.float64), remedy)
         as_choice(f"{name} reduction", reduction, ("max", "min", "median", "mean"), remedy)
         # Not PrioritizedSampler's: it warns if TorchRL's C++ extension is missing.

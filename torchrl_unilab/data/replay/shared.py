@@ -22,6 +22,7 @@ from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.data.stock import STORAGE_ARGUMENTS, check_stock_arguments
 from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError, UsageError
+from torchrl_unilab.limits import check_memory
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.scalars import as_choice, as_integer, as_seconds
 from torchrl_unilab.shm.rows import SharedRows
@@ -324,12 +325,13 @@ class SharedReplay(SharedStorage):
             pin_memory: Page-lock it.
 
         Raises:
-            ConfigError: `count` is not positive.
+            ConfigError: `count` is not positive, or so many rows do not fit memory.
         """
         count = as_integer("rows to sample", count, "Sample 1 row or more.")
         self.rows  # noqa: B018  # refuses a closed storage, and one that knows no rows
         batches = self._batches
         nbytes = batches.nbytes(count)
+        check_memory(f"batch of {count} rows", nbytes, "Sample fewer rows.")
         flat = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pin_memory, device="cpu")
         return batches.tensordict(batches.batch(count, flat), index=True)
 
