@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from copy import deepcopy
 
 import pytest
 import torch
@@ -494,3 +495,11 @@ def test_a_step_on_a_gpu_does_not_wait_for_it(algorithm, gpu_refuses_to_wait):
         update._graphs = None
         observed += steps()
     assert torch.stack(observed).isfinite().all()
+
+
+@BOTH
+def test_a_deep_copied_loss_whose_actor_would_not_learn_is_refused(algorithm):
+    loss = make_loss(algorithm)
+    with pytest.raises(ConfigError, match="other parameters than the loss learns"):
+        fused(deepcopy(loss))
+    fused(loss.to(torch.float32))  # which moves them together

@@ -94,7 +94,8 @@ class FusedOffPolicyUpdate(Owner):
         observed: What the last `step` returned; to resume, overwrite it in place.
 
     Raises:
-        ConfigError: The loss is not supported, or `tau` is out of its range.
+        ConfigError: The loss is not supported, or a deep copy, whose actor does not learn; or `tau`
+            is out of its range.
     """
 
     statistics: ClassVar[tuple[str, ...]]
@@ -149,6 +150,12 @@ class FusedOffPolicyUpdate(Owner):
                 "rewards before they are stored."
             )
         actor_parameters = loss.actor_network_params.get((*self.head_path, "net"))
+        if {*actor.net.parameters()} != {*learnable(actor_parameters).values()}:
+            raise ConfigError(
+                f"{type(self).__name__}: the loss's actor_network has other parameters than the "
+                "loss learns (expected the same; deep copies of TorchRL's losses part them). Make "
+                "a new loss of deep copies of the networks."
+            )
         self.loss, self.ranks, self.tau = loss, ranks, tau
         self._thread: SideExecutor = None
         self._critics_in_one_thread = False  # else the policy's thread helps if it is idle
