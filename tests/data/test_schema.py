@@ -45,6 +45,11 @@ def test_a_schema_has_the_keys_shapes_and_dtypes_of_its_example_in_order():
         (TensorDict({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}), LayoutKeyError),
         (TensorDict(x=torch.ones(1), name=NonTensorData("a")), LayoutDtypeError),
         (TensorDict(x=torch.ones(2), name=NonTensorStack("a", "b")), LayoutDtypeError),
+        (TensorDict(x=torch.ones(1).to_sparse()), LayoutDtypeError),
+        (
+            TensorDict(x=torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)),
+            LayoutDtypeError,
+        ),
         (torch.ones(1), LayoutDtypeError),
     ],
     ids=[
@@ -53,6 +58,8 @@ def test_a_schema_has_the_keys_shapes_and_dtypes_of_its_example_in_order():
         "one name twice",
         "no tensor in an entry",
         "texts in an entry",
+        "a sparse tensor",
+        "a jagged tensor",
         "no TensorDict",
     ],
 )

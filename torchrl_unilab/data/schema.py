@@ -103,9 +103,17 @@ class TensorSchema:
         Raises:
             LayoutKeyError: There is no tensor, a nested TensorDict is empty, or two keys have
                 one dotted name.
-            LayoutDtypeError: An entry is not a tensor, or `item` is no TensorDict.
+            LayoutDtypeError: An entry is not a tensor, or a sparse or jagged one, or `item` is no
+                TensorDict.
         """
-        fields = [TensorField(path, tuple(t.shape), t.dtype) for path, t in leaves(item).items()]
+        tensors = leaves(item)
+        layouts = {dotted(path): tensor.layout for path, tensor in tensors.items()}
+        if odd := [name for name, layout in layouts.items() if layout != torch.strided]:
+            raise LayoutDtypeError(
+                f"entries {odd} of an item: {layouts[odd[0]]} (expected {torch.strided}). Convert "
+                "them by to_dense(), or pad them."
+            )
+        fields = [TensorField(path, tuple(t.shape), t.dtype) for path, t in tensors.items()]
         names = [field.name for field in fields]
         if not names or len(set(names)) < len(names):
             raise LayoutKeyError(

@@ -376,3 +376,16 @@ def test_trajectories_of_several_environments_are_as_long_as_these_were_stepped(
         for steps, lengths in [(1, [1]), (3, [4]), (6, [7, 3])]:  # an episode has 7
             storage.add(environments.step(2, steps))
             assert sampler._get_stop_and_length(storage)[2].tolist() == 2 * lengths
+
+
+def test_fragmented_slices_are_torchrls_own_sampler_alone_also_where_rows_take_turns():
+    settings = {"slice_len": 3, "traj_key": "env", "step_key": "step", "fragmented": True}
+    with pytest.raises(NotImplementedError, match=r"fragmented=True .*SliceSampler"):
+        PackedSliceSampler(**settings)
+    env, step = torch.meshgrid(torch.arange(2), torch.arange(6), indexing="ij")
+    with PackedReplayStorage(24) as storage:
+        buffer = ReplayBuffer(storage=storage, sampler=SliceSampler(**settings), batch_size=30)
+        storage.add(TensorDict({"env": env, "step": step}, [2, 6]))
+        batch = buffer.sample()
+        assert (batch["step"].view(10, 3).diff(dim=1) == 1).all()
+        assert (batch["env"].view(10, 3).diff(dim=1) == 0).all()

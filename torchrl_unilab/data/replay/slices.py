@@ -43,7 +43,8 @@ class PackedSliceSampler(SliceSampler):
     steps that have the same number of environments as the newest step are sampled.
 
     Other storages, and arguments that ask for more than one key of the rows (``end_keys``,
-    ``ends``, ``trajectories``, ``fragmented``) or a GPU (``use_gpu``), are left to `SliceSampler`.
+    ``ends``, ``trajectories``) or a GPU (``use_gpu``), are left to `SliceSampler`. For
+    ``fragmented``, which TorchRL refuses to classes derived from it, use `SliceSampler` itself.
     Writes through views are not noticed: change the trajectory key by assignment,
     ``buffer[positions] = rows``.
 
@@ -93,7 +94,7 @@ class PackedSliceSampler(SliceSampler):
             UsageError: There are no rows.
             ConfigError: Rows take turns, and the arguments leave them to TorchRL.
         """
-        if isinstance(storage, PackedReplayStorage) and not self.fragmented:
+        if isinstance(storage, PackedReplayStorage):
             storage = _Timeline(storage)
         sampled: tuple[Any, dict[Any, Any]] = super().sample(storage, batch_size)
         return sampled
