@@ -22,7 +22,7 @@ from tests.support.training import (
     trainer_of,
 )
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
-from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig, OffPolicyTrainer, base
@@ -361,3 +361,13 @@ def test_a_key_that_a_subclass_reads_and_no_collector_writes_is_named():
         pytest.raises(LayoutKeyError, match=r"no \['seen'\], which _Auxiliary reads"),
     ):
         trainer.optim_steps(batch)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_state_of_another_kind_of_update_is_refused_before_anything_is_loaded(fused):
+    saved, other = appo_trainer(fused=fused), appo_trainer(fused=not fused)
+    before = parameters_of(other)
+    state = saved.state_dict()
+    with saved.collector, other.collector, pytest.raises(CheckpointError, match="fused in config"):
+        other.load_state_dict(state)
+    assert_equal(parameters_of(other), before)

@@ -27,7 +27,7 @@ from torchrl_unilab.collectors.worker import closing_env
 from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.errors import ConfigError, LayoutKeyError
+from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutKeyError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.trainers import (
@@ -470,3 +470,20 @@ def test_a_collector_of_other_ticks_than_the_settings_is_warned_of(monkeypatch):
     other.close()
     trainer.close()
     trainer.collector.shutdown()
+
+
+@BOTH
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_state_of_another_kind_of_update_is_refused_before_anything_is_loaded(algorithm, fused):
+    saved = off_policy_trainer(algorithm=algorithm, fused=fused)
+    other = off_policy_trainer(algorithm=algorithm, fused=not fused)
+    state = saved.state_dict()
+    with torch.no_grad():
+        state["loss_module"] = {key: value + 1 for key, value in state["loss_module"].items()}
+    before = {key: value.clone() for key, value in other.loss_module.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"an optimiser of \d+ tensors .* fused in config"):
+        other.load_state_dict(state)
+    assert equal_states(dict(other.loss_module.state_dict()), before)
+    for trainer in (saved, other):
+        trainer.collector.shutdown()
+        trainer.close()

@@ -18,7 +18,7 @@ from torchrl.trainers import CountFramesLog, LogScalar, Trainer, UpdateWeights, 
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
-from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
+from torchrl_unilab.errors import CheckpointError, ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.limits import launcher_env
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks, shapes_of
@@ -151,6 +151,31 @@ class RankTrainer(Trainer):
                     "that it learns). Give both the same one, or publish by a map of your own.",
                     type(self).__name__,
                 )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned.
+
+        Raises:
+            CheckpointError: It is of a trainer with another `fused`; nothing was changed.
+        """
+        for optimizer, saved in self._saved_optimizers(state_dict):
+            found, own = (
+                sum(len(group["params"]) for group in groups)
+                for groups in (saved["param_groups"], optimizer.param_groups)
+            )
+            if found != own:
+                raise CheckpointError(
+                    f"state of {type(self).__name__}: an optimiser of {found} tensors (expected "
+                    f"{own}; a fused update has one). Make the trainer with the networks, and "
+                    "fused in config, of the one that was saved."
+                )
+        super().load_state_dict(state_dict)
+
+    def _saved_optimizers(
+        self, state_dict: Mapping[str, Any]
+    ) -> list[tuple[torch.optim.Optimizer, Mapping[str, Any]]]:
+        """Return each optimiser, and its state among a trainer's."""
+        return [(self.optimizer, state_dict["optimizer"])]
 
     def register_op(self, dest: Any, op: Callable[..., Any], **kwargs: Any) -> None:
         """Register a hook; see TorchRL.

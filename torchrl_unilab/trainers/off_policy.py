@@ -317,6 +317,12 @@ class OffPolicyTrainer(RankTrainer):
             return ()
         return self._fused.statistics[self._fused.statistics.index("td_error") + 1 :]
 
+    def _saved_optimizers(
+        self, state_dict: Mapping[str, Any]
+    ) -> list[tuple[torch.optim.Optimizer, Mapping[str, Any]]]:
+        saved, optimizers = state_dict["learner"], self.update.optimizers
+        return [(one, saved[f"optimizer_{part}"]) for part, one in optimizers.items()]
+
     def _own_state(self) -> dict[str, Any]:
         """Return what a resumed trainer needs besides the loss and TorchRL's counts."""
         state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
