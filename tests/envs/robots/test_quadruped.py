@@ -1,10 +1,13 @@
-"""The numbers of the example robot, by hand."""
+"""The example robot: its numbers, by hand, and its environment."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from torchrl.envs.utils import check_env_specs
 
+from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
 from torchrl_unilab.envs.robots.task import RobotTask, Stride
 
@@ -68,3 +71,29 @@ def test_a_robot_may_not_write_to_the_pose_and_velocity_of_home(which):
     home = RobotTask.initial_state(TASK, np.random.default_rng(0), np.zeros(15), np.zeros(14))
     with pytest.raises(ValueError, match="read-only"):
         home[which][0] = 1.0
+
+
+def test_the_quadruped_is_an_environment_with_critic_commands_and_terms() -> None:
+    env = MujocoBatchEnv(TASK, 4, seed=0, with_reward_terms=True, max_episode_steps=5)
+    check_env_specs(env)
+    assert set(env.reward_terms) == set(TASK.weights)
+    widths = [env.observation_spec[key].shape[1] for key in ("observation", "critic_observation")]
+    assert widths == [25, 29]
+
+
+def test_the_quadruped_stands_when_it_is_asked_nothing() -> None:
+    env = MujocoBatchEnv(QuadrupedWalk(reset_noise=0.0), 2, seed=0)
+    still = lambda td: td.set("action", torch.zeros(2, 8))  # noqa: E731
+    assert not env.rollout(100, still, break_when_any_done=False)["next", "done"].any()
+    height = env.get_state()[0][:, 2]
+    assert ((height > 0.24) & (height < 0.28)).all()
+
+
+def test_a_fallen_quadruped_ends_its_episode() -> None:
+    env = MujocoBatchEnv(TASK, 2, seed=0)
+    qpos, qvel = np.zeros((2, 15)), np.zeros((2, 14))
+    qpos[:, 2], qpos[:, 3] = 0.267, 1.0
+    qpos[1, 3:5] = np.cos(0.5), np.sin(0.5)  # rolled over by one radian
+    root = env.set_state(qpos, qvel)
+    after = env.step(root.set("action", torch.zeros(2, 8)))["next"]
+    assert after["terminated"].flatten().tolist() == [False, True]

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import io
 import pickle
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
-import imageio
 import mujoco
 import numpy as np
 import pytest
@@ -16,12 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import ActionScaling, Compose
-from torchrl.envs.utils import check_env_specs
 
-from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.envs.robots.quadruped import QUADRUPED, QuadrupedWalk
+from tests.support.carts import CART, Cart, make
+from torchrl_unilab.envs.robots.quadruped import QUADRUPED
 from torchrl_unilab.envs.robots.task import (
-    RobotTask,
     Stride,
     joint_addresses,
     projected_gravity,
@@ -30,54 +26,6 @@ from torchrl_unilab.envs.robots.task import (
 )
 from torchrl_unilab.envs.robots.transforms import ActionDelay, ObservationNoise
 from torchrl_unilab.errors import ConfigError, UniLabError
-
-CART = """
-<mujoco>
-  <option timestep="0.01" gravity="0 0 0"/>
-  <worldbody>
-    <body name="cart">
-      <joint name="x" type="slide" axis="1 0 0"/>
-      <geom size=".1" mass="1"/>
-      <body name="pole">
-        <joint name="hinge" axis="0 1 0"/>
-        <geom type="capsule" fromto="0 0 0 0 0 .5" size=".02" mass=".1"/>
-      </body>
-    </body>
-  </worldbody>
-  <actuator><motor name="push" joint="x" ctrlrange="-1 1"/></actuator>
-  <keyframe><key name="home" qpos="0.5 0.25" qvel="1 0"/></keyframe>
-</mujoco>
-"""
-URDF = """
-<robot name="cart">
-  <mujoco><compiler discardvisual="false"/></mujoco>
-  <link name="base"><inertial><mass value="5"/><inertia ixx="1" iyy="1" izz="1" ixy="0" ixz="0"
-    iyz="0"/></inertial></link>
-  <link name="cart"><inertial><mass value="1"/><inertia ixx=".1" iyy=".1" izz=".1" ixy="0" ixz="0"
-    iyz="0"/></inertial></link>
-  <joint name="x" type="prismatic"><parent link="base"/><child link="cart"/><axis xyz="1 0 0"/>
-    <limit lower="-1" upper="1" effort="2" velocity="3"/></joint>
-</robot>
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cart(RobotTask):
-    name: str = "Cart"
-    model: str | Path | mujoco.MjSpec = CART
-    weights: Mapping[str, float] = field(default_factory=lambda: {"speed": 2.0, "effort": -0.5})
-    commands: Mapping[str, tuple[float, float]] = field(
-        default_factory=lambda: {"speed": (-1.0, 1.0), "height": (3.0, 3.0)}
-    )
-
-    def actor(self, fields: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-        return {"x": fields["qpos"][:, 0], "command": fields["command"]}
-
-    def rewards(self, stride: Stride) -> Mapping[str, NDArray[Any]]:
-        return {
-            "effort": np.abs(stride.action - stride.before["ctrl"]),
-            "speed": stride.fields["qvel"][:, 0],
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +36,6 @@ class SeeingCart(Cart):
     def failed(self, fields: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
         out: NDArray[np.bool_] = fields["qpos"][:, 0] > 0.01
         return out
-
-
-def make(task: RobotTask, **settings: Any) -> MujocoBatchEnv:
-    return MujocoBatchEnv(task, **{"num_envs": 3, "seed": 0, "num_threads": 1, **settings})
 
 
 # The terms
@@ -138,12 +82,8 @@ def test_terms_and_weights_with_different_names_are_refused(weights: dict[str, f
         env.step(env.reset().set("action", torch.zeros(3, 1)))
 
 
-class _Mine(Cart):
-    """A cart whose methods are functions that a test gives."""
-
-
 def _mine(**methods: Any) -> Cart:
-    return type("Mine", (_Mine,), methods)(name="Mine")
+    return type("Mine", (Cart,), methods)(name="Mine")
 
 
 @pytest.mark.parametrize("names", ["reads", "remembers", "joint_names"])
@@ -168,55 +108,45 @@ def test_a_constant_term_is_that_of_all_simulations_and_true_is_one(one: Any) ->
     assert after["reward"].flatten().tolist() == [2.0 * one, 2.0 * one - 0.25, 2.0 * one - 0.5]
 
 
+SHAPE = "Mine: the reward term 'speed' has shape"
+
+
 @pytest.mark.parametrize(
-    ("methods", "message"),
+    ("term", "message"),
     [
+        (lambda _: np.zeros(2), rf"{SHAPE} \(2,\) of float64 \(expected \(3,\)"),
+        (lambda stride: stride.action.mean(), rf"{SHAPE} \(\) of float32 \(expected \(3,\)"),
+        (lambda _: np.full(3, 1j), rf"{SHAPE} \(3,\) of complex128 \(expected \(3,\)"),
+        (lambda _: ["fast"] * 3, rf"{SHAPE} \(3,\) of <U4 \(expected \(3,\)"),
+        (lambda _: np.full(3, np.nan), r"first in simulation 0, by the terms \['speed'\]"),
         (
-            {"rewards": lambda self, stride: {"speed": np.zeros(2), "effort": 0.0}},
-            r"Mine: the reward term 'speed' has shape \(2,\) of float64 \(expected \(3,\)",
-        ),
-        (
-            {"rewards": lambda self, stride: {"speed": stride.action.mean(), "effort": 0.0}},
-            r"Mine: the reward term 'speed' has shape \(\) of float32 \(expected \(3,\)",
-        ),
-        (
-            {"rewards": lambda self, stride: {"speed": np.full(3, 1j), "effort": 0.0}},
-            r"Mine: the reward term 'speed' has shape \(3,\) of complex128 \(expected \(3,\)",
-        ),
-        (
-            {"rewards": lambda self, stride: {"speed": ["fast"] * 3, "effort": 0.0}},
-            r"Mine: the reward term 'speed' has shape \(3,\) of <U4 \(expected \(3,\)",
-        ),
-        (
-            {"rewards": lambda self, stride: np.zeros(3)},
-            "Mine: `rewards` returned ndarray .expected terms by name",
-        ),
-        (
-            {"rewards": lambda self, stride: {"speed": np.full(3, np.nan), "effort": 0.0}},
-            r"first in simulation 0, by the terms \['speed'\]",
-        ),
-        (
-            {"rewards": lambda self, stride: {"speed": stride.before["qvel"], "effort": 0.0}},
+            lambda stride: stride.before["qvel"],
             r"'qvel': not kept from before .*\['ctrl'\]\). Add it to `remembers`",
-        ),
-        (
-            {"actor": lambda self, fields: fields["qpos"]},
-            "Mine: `actor` returned ndarray .expected terms by name",
-        ),
-        ({"actor": lambda self, fields: {}}, r"'observation' of Mine has parts of shapes \[\] "),
-        (
-            {"actor": lambda self, fields: {"x": np.zeros((2, 1))}},
-            r"parts of shapes \[\(2, 1\)\] \(expected at least one, each \(3, width\)",
-        ),
-        (
-            {"critic": lambda self, fields: [fields["qpos"]]},
-            "Mine: `critic` returned list .expected terms by name",
         ),
     ],
 )
-def test_terms_that_are_none_are_refused_by_name(methods: Any, message: str) -> None:
+def test_a_reward_term_that_is_none_is_refused_by_name(term: Any, message: str) -> None:
+    rewards = lambda _, stride: {"speed": term(stride), "effort": 0.0}  # noqa: E731
     with pytest.raises(UniLabError, match=message):
-        make(_mine(**methods)).rollout(1)
+        make(_mine(rewards=rewards)).rollout(1)
+
+
+@pytest.mark.parametrize(
+    ("method", "terms"),
+    [("rewards", np.zeros(3)), ("actor", np.zeros((3, 2))), ("critic", [np.zeros((3, 2))])],
+)
+def test_terms_without_names_are_refused_by_their_method(method: str, terms: Any) -> None:
+    message = rf"Mine: `{method}` returned {type(terms).__name__} \(expected terms by name"
+    with pytest.raises(UniLabError, match=message):
+        make(_mine(**{method: lambda *_: terms})).rollout(1)
+
+
+@pytest.mark.parametrize("terms", [{}, {"x": np.zeros((2, 1))}])
+def test_an_observation_without_a_row_for_each_simulation_is_refused(terms: Any) -> None:
+    shapes = re.escape(str([term.shape for term in terms.values()]))
+    message = rf"'observation' of Mine has parts of shapes {shapes} \(expected at least one, each"
+    with pytest.raises(UniLabError, match=rf"{message} \(3, width\)"):
+        make(_mine(actor=lambda *_: terms)).rollout(1)
 
 
 @pytest.mark.parametrize("finite", [True, False])
@@ -283,13 +213,6 @@ def test_a_range_that_is_not_two_finite_numbers_in_order_is_refused(bounds: Any)
 # The model
 
 
-def test_a_spec_that_does_not_compile_is_refused() -> None:
-    spec = mujoco.MjSpec()
-    spec.worldbody.add_body(name="massless").add_freejoint()
-    with pytest.raises(ConfigError, match=r"^model of Cart: .*mass.* Correct the MjSpec"):
-        Cart(model=spec)
-
-
 @pytest.mark.parametrize("what", ["weights", "commands"])
 def test_weights_and_commands_without_names_are_refused(what: str) -> None:
     with pytest.raises(ConfigError, match=rf"^Cart: {what}: list \(expected Mapping\)"):
@@ -301,94 +224,6 @@ def test_forces_within_and_accelerations_are_computed_where_they_are_read(name: 
     env = make(Cart(reads=(name,)))
     env.rollout(3)
     assert env._state.physics.fields[name].any()
-
-
-def test_every_form_of_a_model_gives_the_same_steps(tmp_path: Path) -> None:
-    path = tmp_path / "cart.xml"
-    path.write_text(CART)
-    spec = mujoco.MjSpec.from_string(CART)
-    seen = []
-    for model in (CART, path, str(path), spec):
-        env = make(pickle.loads(pickle.dumps(Cart(model=model))))
-        root = env.reset().set("action", torch.full((3, 1), 0.5))
-        seen.append(env.step(root)["next", "observation"])
-    assert all(torch.equal(one, seen[0]) for one in seen[1:])
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (CART.replace("<geom size", "<geon size"), "Element 'geon', line 7 .*Correct its text"),
-        (CART.replace('joint="x"', 'joint="y"'), "unknown .*'y'.*Correct its text"),
-    ],
-    ids=["an unknown element", "an unknown joint"],
-)
-def test_a_model_that_mujoco_does_not_compile_is_refused_by_the_tasks_name(
-    model: str, message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=f"^model of Cart: .*{message}"):
-        make(Cart(model=model))
-    file = tmp_path / "cart.xml"
-    file.write_text(model)
-    with pytest.raises(ConfigError, match=r"Correct .*cart\.xml"):
-        make(Cart(model=file))
-
-
-def test_an_edited_spec_is_kept_as_it_was_given() -> None:
-    spec = mujoco.MjSpec.from_string(CART)
-    spec.body("cart").geoms[0].mass = 7.0
-    task = Cart(model=spec)
-    spec.body("cart").geoms[0].mass = 9.0
-    assert pickle.loads(pickle.dumps(task)).load_model().body("cart").mass[0] == 7.0
-
-
-MESHED = CART.replace('geom size=".1"', 'geom type="mesh" mesh="wedge"').replace(
-    "<worldbody>",
-    """<compiler meshdir="meshes" texturedir="skins"/>
-    <asset><mesh name="wedge" file="wedge.obj"/><texture name="t" type="2d" file="t.png"/></asset>
-    <worldbody>""",
-)
-WEDGE = b"v 0 0 0\nv 1 0 0\nv 0 1 0\nv 0 0 1\nf 1 3 2\nf 1 2 4\nf 2 3 4\nf 1 4 3\n"
-
-
-@pytest.mark.parametrize("form", ["beside the file", "in memory", "as assets of the task"])
-def test_a_spec_brings_the_files_it_names(form, tmp_path, monkeypatch):
-    picture = io.BytesIO()
-    imageio.imwrite(picture, np.full((2, 2, 3), 200, dtype=np.uint8), format="png")
-    files = {"meshes/wedge.obj": WEDGE, "skins/t.png": picture.getvalue()}
-    if form == "beside the file":
-        for name, content in files.items():
-            (tmp_path / "robot" / name).parent.mkdir(parents=True)
-            (tmp_path / "robot" / name).write_bytes(content)
-        (tmp_path / "robot" / "cart.xml").write_text(MESHED)
-        monkeypatch.chdir(tmp_path)
-        spec = mujoco.MjSpec.from_file("robot/cart.xml")
-    else:
-        spec = mujoco.MjSpec.from_string(MESHED, assets=files)
-    task = Cart(model=spec, assets=files if form == "as assets of the task" else {})
-    monkeypatch.chdir("/")
-    model = pickle.loads(pickle.dumps(task)).load_model()
-    assert model.nmeshvert == 4
-    assert model.tex_data[0] == 200
-
-
-@pytest.mark.parametrize("form", ["text", "file", "spec"])
-def test_a_urdf_makes_a_task_once_it_has_actuators(form: str, tmp_path: Path) -> None:
-    path = tmp_path / "cart.urdf"
-    path.write_text(URDF)
-    spec = mujoco.MjSpec.from_file(str(path))
-    push = spec.add_actuator(name="push", target="x", trntype=mujoco.mjtTrn.mjTRN_JOINT)
-    push.ctrlrange, push.ctrllimited = [-1.0, 1.0], True
-    bare = {"text": URDF, "file": path, "spec": mujoco.MjSpec.from_string(URDF)}[form]
-    model = Cart(model=bare).load_model()
-    assert [model.joint(i).name for i in range(model.njnt)] == ["x"]
-    assert model.nu == 0
-    task = pickle.loads(pickle.dumps(Cart(model=spec)))
-    assert task.joints.names == ("x",)
-    env = make(task)
-    check_env_specs(env)
-    env.step(env.reset().set("action", torch.ones(3, 1)))
-    assert (env.get_state()[1] > 0).all()
 
 
 def test_episodes_start_in_the_keyframe_asked_for_and_joints_are_measured_from_it() -> None:
@@ -433,6 +268,39 @@ def test_an_unknown_joint_is_refused() -> None:
         joint_addresses(mujoco.MjModel.from_xml_string(CART), ["x", "knee"])
 
 
+UNNAMED = """
+<mujoco>
+  <worldbody>
+    <body>
+      <joint type="slide"/><geom size=".1"/>
+      <body><joint type="hinge"/><geom size=".1" pos=".3 0 0"/><site name="tip"/></body>
+    </body>
+  </worldbody>
+  <actuator><general site="tip" ctrlrange="-1 1" dyntype="filter" dynprm="1"/></actuator>
+  <keyframe><key name="held" act="0.7"/></keyframe>
+</mujoco>
+"""
+
+
+def test_joints_without_names_count() -> None:
+    found = joint_addresses(mujoco.MjModel.from_xml_string(UNNAMED))
+    assert (found.qpos.tolist(), found.qvel.tolist()) == ([0, 1], [0, 1])
+
+
+@pytest.mark.parametrize("place", ['mpos="2 0 1"', 'mpos="1 0 1" mquat="0 1 0 0"'])
+def test_a_keyframe_that_moves_or_turns_a_mocap_body_is_refused(place: str) -> None:
+    body = '<worldbody><body name="goal" mocap="true" pos="1 0 1"/>'
+    moved = UNNAMED.replace("<worldbody>", body).replace('act="0.7"', "{}")
+    make(Cart(model=moved.format('mpos="1 0 1"'), home="held")).reset()
+    with pytest.raises(ConfigError, match=r"keyframe 'held' moves mocap bodies"):
+        make(Cart(model=moved.format(place), home="held")).reset()
+
+
+def test_a_keyframe_with_activations_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'held' has activations \[0.7\]"):
+        make(Cart(model=UNNAMED, home="held")).reset()
+
+
 # The arithmetic
 
 
@@ -447,14 +315,8 @@ def test_the_body_frame_is_mujocos() -> None:
         mujoco.mju_quat2Mat(matrix, quaternion)
         expected.append(matrix.reshape(3, 3).T @ vector)
     np.testing.assert_allclose(to_body_frame(quaternions, vectors), expected, atol=1e-12)
-    down = to_body_frame(quaternions, np.tile([0.0, 0.0, -1.0], (200, 1)))
+    down = to_body_frame(quaternions, np.array([0.0, 0.0, -1.0]))  # one vector for all
     np.testing.assert_allclose(projected_gravity(quaternions), down, atol=1e-12)
-
-
-def test_one_vector_serves_all_bodies() -> None:
-    half = np.array([[1.0, 0, 0, 0], [0, 1.0, 0, 0]])
-    assert to_body_frame(half, np.array([1.0, 2.0, 3.0])).tolist() == [[1, 2, 3], [1, -2, -3]]
-    assert (projected_gravity(half) == [[0, 0, -1], [0, 0, 1]]).all()
 
 
 def test_tracking_is_one_without_error_and_falls_with_its_length() -> None:
@@ -463,39 +325,7 @@ def test_tracking_is_one_without_error_and_falls_with_its_length() -> None:
     np.testing.assert_allclose(tracking(np.array([0.0, 2.0]), 2.0), np.exp([0.0, -1.0]))
 
 
-# The example
-
-
-def test_the_quadruped_is_an_environment_with_critic_commands_and_terms() -> None:
-    env = MujocoBatchEnv(QuadrupedWalk(), 4, seed=0, with_reward_terms=True, max_episode_steps=5)
-    check_env_specs(env)
-    assert set(env.reward_terms) == set(QuadrupedWalk().weights)
-    widths = {
-        key: env.observation_spec[key].shape[1]
-        for key in env.observation_spec
-        if key != "reward_terms"
-    }
-    assert widths == {"observation": 25, "critic_observation": 29}
-
-
-def test_the_quadruped_stands_when_it_is_asked_nothing() -> None:
-    env = MujocoBatchEnv(QuadrupedWalk(reset_noise=0.0), 2, seed=0)
-    data = env.rollout(
-        100, lambda td: td.set("action", torch.zeros(2, 8)), break_when_any_done=False
-    )
-    assert not data["next", "done"].any()
-    height = env.get_state()[0][:, 2]
-    assert ((height > 0.24) & (height < 0.28)).all()
-
-
-def test_a_fallen_quadruped_ends_its_episode() -> None:
-    env = MujocoBatchEnv(QuadrupedWalk(), 2, seed=0)
-    qpos, qvel = np.zeros((2, 15)), np.zeros((2, 14))
-    qpos[:, 2], qpos[:, 3] = 0.267, 1.0
-    qpos[1, 3:5] = np.cos(0.5), np.sin(0.5)  # rolled over by one radian
-    root = env.set_state(qpos, qvel)
-    after = env.step(root.set("action", torch.zeros(2, 8)))["next"]
-    assert after["terminated"].flatten().tolist() == [False, True]
+# Whole
 
 
 def test_a_task_of_a_class_that_only_this_program_knows_travels_by_cloudpickle() -> None:
@@ -531,36 +361,3 @@ def test_such_a_task_trains_with_transforms_and_a_critic_that_sees_more() -> Non
     trainer_of(collector, loss, total_frames=256, config=config).train()
     pairs = zip(before, loss.critic_network.parameters(), strict=True)
     assert not any(torch.equal(old, new) for old, new in pairs)
-
-
-UNNAMED = """
-<mujoco>
-  <worldbody>
-    <body>
-      <joint type="slide"/><geom size=".1"/>
-      <body><joint type="hinge"/><geom size=".1" pos=".3 0 0"/><site name="tip"/></body>
-    </body>
-  </worldbody>
-  <actuator><general site="tip" ctrlrange="-1 1" dyntype="filter" dynprm="1"/></actuator>
-  <keyframe><key name="held" act="0.7"/></keyframe>
-</mujoco>
-"""
-
-
-def test_joints_without_names_count() -> None:
-    found = joint_addresses(mujoco.MjModel.from_xml_string(UNNAMED))
-    assert (found.qpos.tolist(), found.qvel.tolist()) == ([0, 1], [0, 1])
-
-
-@pytest.mark.parametrize("place", ['mpos="2 0 1"', 'mpos="1 0 1" mquat="0 1 0 0"'])
-def test_a_keyframe_that_moves_or_turns_a_mocap_body_is_refused(place: str) -> None:
-    body = '<worldbody><body name="goal" mocap="true" pos="1 0 1"/>'
-    moved = UNNAMED.replace("<worldbody>", body).replace('act="0.7"', "{}")
-    make(Cart(model=moved.format('mpos="1 0 1"'), home="held")).reset()
-    with pytest.raises(ConfigError, match=r"keyframe 'held' moves mocap bodies"):
-        make(Cart(model=moved.format(place), home="held")).reset()
-
-
-def test_a_keyframe_with_activations_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'held' has activations \[0.7\]"):
-        make(Cart(model=UNNAMED, home="held")).reset()
