@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
-from torchrl_unilab.shm.rows import SharedRows
+from tests.support import shared_rows
+from tests.support.shared_rows import put
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.shards import BASE, FLOOR, HEAD, NOTED, ORIGIN, VERSION, WRITER, Shards
 from torchrl_unilab.shm.window import Lineage, Window
 
-
-@contextlib.contextmanager
-def make_rows(shard_rows: int = 4, shards: int = 1) -> Iterator[SharedRows]:
-    with SharedSegment(SharedRows.nbytes([1], shards, shard_rows)) as segment:
-        yield SharedRows(segment, [1], shards, shard_rows, timeout=1.0)
-
-
-def put(rows: SharedRows, count: int, shard: int = 0, step: int = 0) -> None:
-    """Append rows that hold their numbers, of steps of so many rows."""
-    rows.claim(shard)
-    words = torch.arange(count, dtype=torch.int32).unsqueeze(1)
-
-    def prepare(shard: int, head: int) -> None:
-        words.add_(head)
-        if step:
-            rows.note_steps(shard, step)
-
-    rows.append([words], prepare)
+make_rows = partial(shared_rows.make_rows, 4, widths=[1])
 
 
 def test_rows_are_drawn_from_the_window_of_each_shard_and_from_nowhere_else():
@@ -109,6 +92,17 @@ def test_while_all_rows_are_replaced_none_is_written():
         assert (rows.length(), rows.extent(window)[0], rows.lineage().written) == (0, 0, 0)
 
 
+def test_rows_that_are_passed_over_begin_new_steps():
+    with make_rows() as rows:
+        for _ in range(2):
+            put(rows, 2, step=2)
+        assert rows.steps() == ((0, 2),)
+        rows.continue_at(0, 2)
+        assert rows.steps() == ((6, 2),)
+        put(rows, 2, step=2)
+        assert rows.steps() == ((6, 2),)
+
+
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_rewrite_changes_the_number_and_leaves_other_shards_alone(shard):
     with make_rows(shards=2) as rows:
@@ -155,7 +149,7 @@ def test_torn_rows_become_the_newest_whole_one_and_their_positions_are_passed_on
 
 
 def test_a_copy_leaves_out_what_is_overwritten_meanwhile():
-    with make_rows(8) as rows:
+    with shared_rows.make_rows(8, widths=[1]) as rows:
         rows.chunk_rows = 3
         put(rows, 8)
         found, copies = [], rows.copies(0, rows.window())
