@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.support.bounds import PROMPT
-from tests.support.faults import Cell, Outcome, outcome_of
+from tests.support.fault_points import Cell
+from tests.support.faults import Outcome, outcome_of
 
 PHASES = ("start-up", "physics", "write", "publish", "checkpoint", "shutdown")
 HEAD = (

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.faults import CONFIGS, ENV
+from tests.support.fault_points import CONFIGS, ENV
 from tests.support.processes import DEADLINE, live_children
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.envs import MujocoBatchEnv
@@ -103,7 +103,7 @@ if __name__ == "__main__":
 """
 
 _UNGUARDED = """
-from tests.support.faults import CONFIGS, ENV
+from tests.support.fault_points import CONFIGS, ENV
 from torchrl_unilab.trainers import train_appo
 
 train_appo(ENV, frames=64, run_dir="run", config=CONFIGS["appo"], progress_bar=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.faults import ENV
+from tests.support.fault_points import ENV
 from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, train_appo, train_off_policy
 

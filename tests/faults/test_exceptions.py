@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.bounds import PROMPT
-from tests.support.faults import INJECTED, Cell, outcome_of
+from tests.support.fault_points import Cell
+from tests.support.faults import INJECTED, outcome_of
 
 LONG = (pytest.mark.faults, pytest.mark.slow)
 ERROR = f"LookupError: {INJECTED}"

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from tests.support.bounds import PROMPT
-from tests.support.faults import CONFIGS, ENV, FRAMES, INTERVAL
+from tests.support.fault_points import CONFIGS, ENV
+from tests.support.faults import FRAMES, INTERVAL
 from tests.support.mounts import fill, mount_small, start_from_here
 from tests.support.processes import DEADLINE, live_children, receive, spawned
 from torchrl_unilab.trainers import resume_run, train_appo, train_off_policy

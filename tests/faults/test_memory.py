@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.faults import CONFIGS, ENV, MOUNT
+from tests.support.fault_points import CONFIGS, ENV
+from tests.support.faults import MOUNT
 from tests.support.mounts import fill, mount_small, start_from_here
 from tests.support.processes import DEADLINE, live_children, receive, spawned
 from torchrl_unilab.errors import ConfigError, SegmentSpaceError

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.table import CELLS, promised
-from tests.support.faults import INTERVAL, Cell, outcome_of
+from tests.support.fault_points import Cell
+from tests.support.faults import INTERVAL, outcome_of
 
 SHORT = (
     Cell("appo", "write", "SIGKILL", "collector"),
