@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
-import sys
-import threading
-from collections.abc import Iterator
 from multiprocessing.connection import wait as wait_readable
 
 import psutil
 import pytest
 
 from tests.support.bounds import DEADLINE
-from tests.support.processes import has_ended, wait_for
+from tests.support.processes import has_ended
+from tests.support.serving import LARGE, stop_process
 from torchrl_unilab.errors import PeerGoneError, WorkerError
 from torchrl_unilab.runtime import worker_process
 from torchrl_unilab.runtime import workers as workers_module
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import WorkerGroup
-
-LARGE = 20_000_000
-"""Bytes of a message that no pipe holds as a whole."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,30 +27,6 @@ def _looks_always(monkeypatch):
         monkeypatch.setattr(module, "CONTINUE_SECONDS", 0.0)
 
 
-def _serve(link: Link) -> None:
-    """Answer bytes, fail with words, hang up at a tuple, leave with a list's code, ignore None."""
-    link.ready()
-    while True:
-        (given,) = link.request(block=True)
-        if isinstance(given, str):
-            raise LookupError(given)
-        if isinstance(given, tuple):
-            link.close()
-            threading.Event().wait()
-        if isinstance(given, list):
-            os._exit(*given)
-        if isinstance(given, int):
-            link.answer(bytes(given))
-        elif given is not None:
-            link.answer(len(given))
-
-
-@pytest.fixture
-def pair() -> Iterator[WorkerGroup]:
-    with WorkerGroup(_serve, [(), ()], name="server") as group:
-        yield group
-
-
 def _end(group: WorkerGroup, index: int, number: int = signal.SIGKILL) -> None:
     """Signal a worker, and return when it is dead."""
     os.kill(group.pids[index], number)
@@ -64,7 +34,7 @@ def _end(group: WorkerGroup, index: int, number: int = signal.SIGKILL) -> None:
 
 
 def test_a_worker_that_is_killed_ends_the_wait_for_another_ones_answer(pair):
-    pair.send(0, None)
+    pair.send(0, "mumble")
     _end(pair, 1)
     with pytest.raises(WorkerError, match=r"server 1, .* was ended by SIGKILL"):
         pair.receive(0, DEADLINE)
@@ -74,45 +44,36 @@ def test_of_two_that_are_lost_one_is_replaced_before_the_other_is_named(pair):
     _end(pair, 0)
     _end(pair, 1)
     pair.restart(0)
-    assert pair.ask(0, b"four") == 4
+    assert pair.ask(0, "double", 2) == 4
     with pytest.raises(WorkerError, match="server 1,"):
         pair.check()
 
 
 def test_a_wait_of_no_time_names_a_stopped_worker(pair):
-    os.kill(pair.pids[1], signal.SIGSTOP)
-    wait_for(lambda: psutil.Process(pair.pids[1]).status() == psutil.STATUS_STOPPED)
+    stop_process(pair.pids[1])
     with pytest.raises(WorkerError, match=r"server 1, .* was stopped by a signal"):
         pair.wait([], 0.0)
 
 
 def test_a_request_without_a_deadline_waits_for_room_in_the_pipe(pair, monkeypatch):
     monkeypatch.setattr(workers_module, "START_SECONDS", 0.0)
-    assert pair.ask(0, bytes(LARGE), timeout=None) == LARGE
+    assert pair.ask(0, "measure", bytes(LARGE), timeout=None) == LARGE
 
 
 def test_the_last_words_of_a_worker_are_found_behind_unread_answers(pair):
-    pair.send(0, 100_000)  # less than the pipe holds, and more than one reading takes
-    pair.send(0, "no such thing")
+    pair.send(
+        0, "answer at length", 100_000
+    )  # fits the pipe, and no one reading
+    pair.send(0, "raise", "no such thing")
     assert wait_readable([pair._workers[0].process.sentinel], DEADLINE)
     with pytest.raises(WorkerError, match=r"server 0, .*failed:\n(.|\n)*no such thing"):
         pair.check()
 
 
-def _leave(link: Link) -> None:
-    os._exit(3)
-
-
-def test_the_error_for_a_script_that_is_no_file_says_that_workers_import_it(monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/gone/script.py", raising=False)
-    with pytest.raises(WorkerError, match=r"no file /gone/script\.py: write it to a file"):
-        WorkerGroup(_leave, [()], name="server")
-
-
 def test_a_worker_that_hangs_up_and_lives_on_is_not_said_to_have_ended(pair, monkeypatch):
     monkeypatch.setattr(workers_module, "STOP_SECONDS", 0.0)
     with pytest.raises(WorkerError, match=r"server 0, .* closed its connection \(expected"):
-        pair.ask(0, ())
+        pair.ask(0, "hang up")
     pair.stop(0.0)  # as it does not see that it should end
 
 
@@ -129,42 +90,23 @@ def test_a_worker_that_outlives_its_fork_server_is_dead_before_another_takes_its
     assert raised.value.worker == 1
     pair.restart(1)
     assert has_ended(lost)
-    assert pair.ask(1, b"four") == 4
+    assert pair.ask(1, "double", 2) == 4
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05])
 def test_a_worker_that_outlives_its_fork_server_is_ended_with_its_group(pair, seconds):
-    pair.send(1, ())
+    pair.send(1, "hang up")
     lost = _lose_server(pair)
     pair.stop(seconds)
     assert has_ended(lost)
 
 
 def test_a_worker_that_ends_itself_with_exit_code_255_is_named_and_replaced(pair):
-    pair.send(1, [255])
+    pair.send(1, "exit", 255)
     with pytest.raises(WorkerError, match=r"server 1, .* ended by itself with exit code 255") as e:
         pair.receive(1, DEADLINE)
     pair.restart(e.value.worker)
-    assert pair.ask(1, b"four") == 4
-
-
-def _leave_with(link: Link, words: str) -> None:
-    """Wait for the end of the group, and fail with words, if there are any."""
-    link.ready()
-    try:
-        link.request(block=True)
-    except PeerGoneError:
-        if words:
-            raise LookupError(words) from None
-        raise
-
-
-def test_a_worker_that_fails_while_it_ends_is_reported(monkeypatch, capfd):
-    monkeypatch.setattr(mp, "get_start_method", lambda: "spawn")  # for the stderr of this test
-    WorkerGroup(_leave_with, [("",), ("no such thing",)]).stop(DEADLINE)
-    said = capfd.readouterr().err
-    assert said.count("Traceback") == 1
-    assert said.endswith("LookupError: no such thing\n")
+    assert pair.ask(1, "double", 2) == 4
 
 
 def _lose_a_peer(link: Link, kind: type[PeerGoneError]) -> None:

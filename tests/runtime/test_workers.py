@@ -5,120 +5,20 @@ import multiprocessing as mp
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_readable
-from typing import Any
-from unittest.mock import Mock
 
-import psutil
 import pytest
 
 from tests.support.bounds import DEADLINE, PROMPT
 from tests.support.interrupts import Bytecodes
-from tests.support.processes import (
-    live_children,
-    receive,
-    server_of_this_process,
-    use_server,
-    wait_for,
-    within,
-)
-from tests.support.striking import exit_code_of
-from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
+from tests.support.processes import within
+from tests.support.serving import LARGE, gone, make_group, stop_process
+from torchrl_unilab.errors import ConfigError, WorkerError
 from torchrl_unilab.runtime import link as link_module
-from torchrl_unilab.runtime import worker_process
 from torchrl_unilab.runtime import workers as workers_module
-from torchrl_unilab.runtime.link import Link
-from torchrl_unilab.runtime.workers import WorkerGroup
 
-LARGE = 20_000_000
-"""Bytes of a message that no pipe holds as a whole."""
-
-
-@pytest.fixture(autouse=True)
-def _looks_often(monkeypatch):
-    """Look for stopped workers more often than in runs."""
-    monkeypatch.setattr(workers_module, "CHECK_SECONDS", 0.05)
-    for module in (workers_module, worker_process):
-        monkeypatch.setattr(module, "CONTINUE_SECONDS", 0.05)
-
-
-def _serve(link: Link, number: int) -> None:
-    """Do what the parent asks for."""
-    link.ready()
-    while True:
-        request = link.request(block=True)
-        if request[0] == "double":
-            link.answer(2 * request[1])
-        elif request[0] == "raise":
-            _raise(request[1])
-        elif request[0] == "be deaf":
-            link.answer()
-            threading.Event().wait()
-        elif request[0] == "fork":
-            if not (child := os.fork()):
-                threading.Event().wait()
-            link.answer(child)
-        elif request[0] == "leave":
-            return
-        elif request[0] == "answer at length":
-            link.answer(bytes(request[1]))
-        elif request[0] == "measure":
-            link.answer(len(request[1]))
-
-
-def _raise(message: str) -> None:
-    raise LookupError(message)
-
-
-def _fail_at_start(link: Link, number: int) -> None:
-    """The last one fails; the first one never gets ready."""
-    if number:
-        raise LookupError("no such thing")
-    threading.Event().wait()
-
-
-def _refuse_at_start(link: Link) -> None:
-    raise ConfigError("no such setting")
-
-
-def _leave_at_start(link: Link) -> None:
-    os._exit(3)
-
-
-def _group(count: int = 1) -> WorkerGroup:
-    return WorkerGroup(_serve, [(i,) for i in range(count)], name="server")
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[WorkerGroup]:
-    """Two workers at work, which each test leaves at work."""
-    with _group(2) as group:
-        yield group
-
-
-@pytest.fixture
-def lone() -> Iterator[WorkerGroup]:
-    """One worker that a test may end, stop or deafen."""
-    with _group() as group:
-        yield group
-
-
-def _stop(pid: int) -> psutil.Process:
-    """Stop a process, and return when it is."""
-    os.kill(pid, signal.SIGSTOP)
-    process = psutil.Process(pid)
-    wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
-    return process
-
-
-def _gone(pids: list[int]) -> bool:
-    return not any(psutil.pid_exists(pid) for pid in pids)
+pytestmark = pytest.mark.usefixtures("looks_often")
 
 
 def test_workers_report_that_they_are_ready_and_answer(group):
@@ -133,9 +33,8 @@ def test_waiting_ends_with_a_readable_descriptor_or_at_its_timeout(group):
     readable, writable = os.pipe()
     os.write(writable, b"x")
     assert group.wait([readable], None) is True
-    assert (
-        group.wait([], 2 * workers_module.CHECK_SECONDS) is False
-    )  # it has looked for stopped workers
+    twice = 2 * workers_module.CHECK_SECONDS  # it has looked for stopped workers
+    assert group.wait([], twice) is False
     os.close(readable)
     os.close(writable)
 
@@ -146,22 +45,10 @@ def test_a_worker_that_there_is_not_is_refused_by_its_index(group, index):
         group.ask(index, "any")
 
 
-def test_workers_that_are_asked_to_end_do_so_by_themselves(monkeypatch):
-    group = _group(2)
-    pids = group.pids
-    monkeypatch.setattr(mp.process.BaseProcess, "kill", pytest.fail)
-
-    group.stop(timeout=DEADLINE)
-    group.stop()
-
-    assert len(group) == 0
-    assert _gone(pids)
-
-
 @pytest.fixture(scope="module")
 def refusals() -> dict[str, object]:
     """One group whose worker 1 raises a long error while worker 0 goes on."""
-    with _group(2) as group:
+    with make_group(2) as group:
         pids = group.pids
         group.send(1, "raise", "no such thing " + "x" * 1_000_000 + " at last")
         errors = [
@@ -192,45 +79,7 @@ def test_a_failure_stays_what_it_was(refusals):
 
 
 def test_a_group_with_a_failure_leaves_no_process(refusals):
-    assert _gone(refusals["pids"])
-
-
-def test_a_worker_that_raises_while_it_starts_surfaces_though_another_is_not_ready():
-    before = set(live_children())
-    error = within(PROMPT, lambda: WorkerGroup(_fail_at_start, [(0,), (1,)], name="server"))
-    assert re.match(r"server 1, process \d+, failed:(.|\n)*LookupError: no such thing", str(error))
-    assert set(live_children()) <= before
-
-
-def test_a_setting_that_a_worker_refuses_is_reported_in_its_own_words_alone():
-    message = r"server 0, process \d+, failed:\nConfigError: no such setting\n\(expected it"
-    with pytest.raises(WorkerError, match=message):
-        WorkerGroup(_refuse_at_start, [()], name="server")
-
-
-def test_a_daemonic_process_which_may_have_no_children_starts_none(monkeypatch):
-    monkeypatch.setitem(mp.current_process()._config, "daemon", True)
-    with pytest.raises(ConfigError, match=r"cannot start servers: .*daemonic.*daemon=False"):
-        WorkerGroup(_leave_at_start, [()], name="server")
-
-
-def test_a_worker_that_ends_before_it_is_ready_reminds_of_the_main_guard():
-    with pytest.raises(WorkerError, match=r"exit code 3 before .*`if __name__ == \"__main__\":`"):
-        WorkerGroup(_leave_at_start, [()], name="server")
-
-
-def test_the_error_for_a_script_without_main_guard_says_so_whatever_the_payload(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from torchrl_unilab.runtime import WorkerGroup\n"
-        "from torchrl_unilab.runtime.link import Link\n"
-        f"WorkerGroup(Link.ready, [(bytes({LARGE}),)])\n"
-    )
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
-    assert done.returncode == 1
-    assert "before it was ready" in done.stderr
-    assert "for each worker imports the script" in done.stderr
+    assert gone(refusals["pids"])
 
 
 @pytest.mark.parametrize(
@@ -261,7 +110,7 @@ def test_a_killed_worker_whose_child_holds_its_pipes_is_named_wherever_one_looks
     method, monkeypatch
 ):
     monkeypatch.setattr(mp, "get_start_method", lambda: method)
-    with _group() as group:
+    with make_group() as group:
         child = group.ask(0, "fork")
         try:
             os.kill(group.pids[0], signal.SIGKILL)
@@ -273,7 +122,7 @@ def test_a_killed_worker_whose_child_holds_its_pipes_is_named_wherever_one_looks
 
 
 def test_of_several_workers_each_is_named_by_what_it_failed_with_itself():
-    with _group(2) as group:
+    with make_group(2) as group:
         for number in (0, 1):
             os.kill(group.pids[number], signal.SIGKILL)
             with pytest.raises(WorkerError, match=rf"server {number}, .*SIGKILL") as raised:
@@ -362,7 +211,7 @@ STOPPED = r"server 0, .* was stopped by a signal"
     ids=["wait", "ask", "send"],
 )
 def test_a_stopped_worker_is_named_wherever_it_is_waited_for(lone, call):
-    _stop(lone.pids[0])
+    stop_process(lone.pids[0])
     error = within(PROMPT, lambda: call(lone))
     assert re.match(STOPPED, str(error))
     assert error.worker == 0
@@ -375,13 +224,13 @@ def test_a_stopped_worker_is_named_wherever_it_is_waited_for(lone, call):
 def test_a_worker_that_is_stopped_while_it_answers_is_named(lone):
     lone.send(0, "answer at length", LARGE)
     wait_readable([lone._workers[0].channel.connection], DEADLINE)
-    _stop(lone.pids[0])
+    stop_process(lone.pids[0])
     error = within(PROMPT, lambda: lone.receive(0, DEADLINE))
     assert re.match(STOPPED, str(error))
 
 
 def test_a_worker_that_is_continued_at_once_is_no_failure(lone, monkeypatch):
-    process = _stop(lone.pids[0])
+    process = stop_process(lone.pids[0])
 
     def continued(sentinels: object, timeout: float) -> list[object]:
         process.resume()
@@ -421,7 +270,7 @@ def test_a_large_request_and_a_large_answer_may_cross(group):
 
 
 def test_a_worker_that_failed_is_replaced_while_the_others_continue():
-    with _group(2) as group:
+    with make_group(2) as group:
         first = group.pids
         group.send(0, "double", 8)
         os.kill(first[1], signal.SIGKILL)
@@ -439,95 +288,7 @@ def test_a_worker_that_failed_is_replaced_while_the_others_continue():
 
 def test_a_stopped_worker_is_ended_before_it_is_replaced(lone):
     (first,) = lone.pids
-    _stop(first)
+    stop_process(first)
     lone.restart(0)
     assert lone.ask(0, "double", 3) == 6
-    assert _gone([first])
-
-
-def test_threads_stop_a_group_together_and_return_when_it_has_ended(lone):
-    pids = lone.pids
-    gate = threading.Barrier(8)
-    left: list[int] = []
-
-    def stop() -> None:
-        gate.wait(DEADLINE)
-        lone.stop()
-        left.extend(pid for pid in pids if psutil.pid_exists(pid))
-
-    threads = [threading.Thread(target=stop) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
-    assert left == []
-
-
-def test_a_forked_copy_that_stops_a_group_leaves_it_at_work(group):
-    assert exit_code_of(lambda: (group.stop(), os._exit(len(group)))) == 0
-    assert group.ask(0, "double", 2) == 4
-
-
-def test_a_stopped_group_refuses_to_be_asked(lone):
-    lone.stop()
-    asked = [lone.ask, lone.send, lone.receive, lone.poll, lone.end, lone.restart]
-    for ask in asked:
-        with pytest.raises(UsageError, match=r"servers: stopped \(expected running ones\)"):
-            ask(0)
-
-
-def test_stop_kills_in_time_those_that_do_not_listen():
-    group = _group(2)
-    pids = group.pids
-    group.ask(0, "be deaf")
-    _stop(pids[1])
-    assert within(PROMPT, lambda: group.stop(timeout=0.1)) is None
-    assert _gone(pids)
-
-
-def _start_a_group(pipe: Connection, server: dict[str, Any]) -> None:
-    """Start a group, and leave when told, as an interpreter does that exits."""
-    use_server(server)
-    group = _group()
-    pipe.send(group.pids)
-    pipe.recv()
-
-
-@pytest.mark.parametrize("end", ["killed", "exits"])
-def test_workers_end_with_their_parent(end):
-    # Not daemonic, as it has children of its own.
-    here, there = mp.Pipe()
-    parent = mp.Process(target=_start_a_group, args=(there, server_of_this_process()))
-    parent.start()
-    there.close()
-    workers = [psutil.Process(pid) for pid in receive(here)]
-    parent.kill() if end == "killed" else here.send("leave")
-    parent.join(DEADLINE)
-    parent.close()
-    here.close()
-    assert psutil.wait_procs(workers, timeout=DEADLINE)[1] == []
-
-
-def _never_looks(link: Link) -> None:
-    link.ready()
-    while True:
-        time.sleep(1.0)
-
-
-def test_a_stop_that_is_interrupted_leaves_no_worker(monkeypatch):
-    group = WorkerGroup(_never_looks, [(), ()])
-    pids = group.pids
-    monkeypatch.setattr(worker_process, "wait", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        group.stop()
-    monkeypatch.undo()
-    for worker in group._workers:  # before they are asked again
-        assert wait_readable([worker.process.sentinel], DEADLINE)
-    group.stop()
-    assert group.pids == []
-    assert not any(map(psutil.pid_exists, pids))
-
-
-def test_no_threads_at_all_fail_with_what_torch_says_of_them():
-    with pytest.raises(WorkerError, match=r"(?s)server 0, process \d+, failed:.*positive"):
-        WorkerGroup(_serve, [(0,)], name="server", num_threads=0)
+    assert gone([first])
