@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
+import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
@@ -17,7 +18,33 @@ from torchrl_unilab.modules import (
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
 
 OBS, ACT, STATE = 5, 2, 7
+BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
 LRS = {"actor_network_params": 1e-3, "qvalue_network_params": 2e-3, "log_alpha": 3e-3}
+
+CASES = {
+    "plain": {},
+    "layer norm": {"layer_norm": True},
+    "normalised": {"normalized": True},
+    "layer norm, normalised": {"layer_norm": True, "normalized": True},
+    "bounds per dimension": {"bounds": (torch.tensor([-1.0, 0.5]), torch.tensor([0.3, 4.0]))},
+    "critics that do not normalise": {"normalized": "actor"},
+    "privileged critics": {"state": True, "normalized": True},
+    "three and one layers": {"hidden": ((4, 5, 6), (9,))},
+    "linear": {"hidden": ((), ())},
+    "squares": {"loss_function": "l2"},
+    "distances": {"loss_function": "l1"},
+}
+OWN = {
+    "sac": {
+        "fixed temperature": {"fixed_alpha": True, "alpha_init": 0.3},
+        "bounded temperature": {"min_alpha": 0.1, "max_alpha": 0.5, "alpha_init": 0.7},
+        "temperature of a least": {"min_alpha": 0.5, "alpha_init": 0.3},
+        "temperature of a most": {"max_alpha": 0.5, "alpha_init": 0.7},
+        "own target entropy": {"target_entropy": -0.3},
+    },
+    "td3": {"much noise, often clipped": {"policy_noise": 1.5, "noise_clip": 0.7}},
+}
+ALL = [(name, case) for name in OWN for case in CASES | OWN[name]]
 
 
 def make_loss(

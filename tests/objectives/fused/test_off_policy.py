@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from copy import deepcopy
 
 import pytest
@@ -11,12 +10,14 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torchrl.objectives import SACLoss, SoftUpdate
 
-from tests.support.bounds import DEADLINE
 from tests.support.off_policy import (
     ACT,
+    ALL,
+    BOTH,
+    CASES,
     LRS,
     OBS,
-    assert_equal_parameters,
+    OWN,
     assert_same_step,
     fused,
     make_loss,
@@ -26,37 +27,10 @@ from tests.support.off_policy import (
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.modules import make_q_value, make_sac_actor
 from torchrl_unilab.objectives import FusedSACUpdate
-from torchrl_unilab.objectives.fused.networks import ReluNetwork
 
-BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
 STATISTICS_OF_THE_POLICY = {"sac": ["loss_actor", "entropy", "loss_alpha"], "td3": ["loss_actor"]}
 
 pytestmark = pytest.mark.usefixtures("double_precision")
-
-CASES = {
-    "plain": {},
-    "layer norm": {"layer_norm": True},
-    "normalised": {"normalized": True},
-    "layer norm, normalised": {"layer_norm": True, "normalized": True},
-    "bounds per dimension": {"bounds": (torch.tensor([-1.0, 0.5]), torch.tensor([0.3, 4.0]))},
-    "critics that do not normalise": {"normalized": "actor"},
-    "privileged critics": {"state": True, "normalized": True},
-    "three and one layers": {"hidden": ((4, 5, 6), (9,))},
-    "linear": {"hidden": ((), ())},
-    "squares": {"loss_function": "l2"},
-    "distances": {"loss_function": "l1"},
-}
-OWN = {
-    "sac": {
-        "fixed temperature": {"fixed_alpha": True, "alpha_init": 0.3},
-        "bounded temperature": {"min_alpha": 0.1, "max_alpha": 0.5, "alpha_init": 0.7},
-        "temperature of a least": {"min_alpha": 0.5, "alpha_init": 0.3},
-        "temperature of a most": {"max_alpha": 0.5, "alpha_init": 0.7},
-        "own target entropy": {"target_entropy": -0.3},
-    },
-    "td3": {"much noise, often clipped": {"policy_noise": 1.5, "noise_clip": 0.7}},
-}
-ALL = [(name, case) for name in OWN for case in CASES | OWN[name]]
 
 
 def prepared(algorithm: str, size: int = 32, **settings):
@@ -187,24 +161,16 @@ def test_a_critic_step_leaves_the_policy_alone_and_moves_all_targets(algorithm):
 
 
 @BOTH
-def test_policy_statistics_are_nan_before_the_first_policy_step(algorithm):
+def test_a_critic_step_repeats_the_policys_statistics_which_are_nan_before_its_first_step(
+    algorithm,
+):
     _, update, packed = prepared(algorithm)
 
-    observed = dict(zip(update.statistics, update.step(packed, update_policy=False), strict=True))
+    before, first, second = (update.step(packed, update_policy=i == 1) for i in range(3))
 
-    seen = [name for name, value in observed.items() if value.isnan()]
-    assert seen == STATISTICS_OF_THE_POLICY[algorithm]
-
-
-@BOTH
-def test_a_critic_step_repeats_the_statistics_of_the_last_policy_step(algorithm):
-    _, update, packed = prepared(algorithm)
-
-    first = update.step(packed)
-    second = update.step(packed, update_policy=False)
-
-    same = [name for name, a, b in zip(update.statistics, first, second, strict=True) if a == b]
-    assert same == STATISTICS_OF_THE_POLICY[algorithm]
+    of_the_policy = [name in STATISTICS_OF_THE_POLICY[algorithm] for name in update.statistics]
+    assert before.isnan().tolist() == of_the_policy
+    assert (first == second).tolist() == of_the_policy
 
 
 # Packing
@@ -379,102 +345,6 @@ def test_a_step_never_looks_at_a_value(algorithm, no_looks):
     with no_looks():
         for i, minibatch in enumerate(update.minibatches(packed, 2)):
             update.step(minibatch, update_policy=bool(i))
-
-
-# The policy's thread
-
-
-@pytest.mark.parametrize(("algorithm", "case"), ALL)
-def test_with_a_thread_for_the_policy_steps_are_the_same_bit_for_bit(algorithm, case):
-    settings = (CASES | OWN[algorithm])[case]
-    losses, observed = [], []
-    for policy_thread in (False, True):
-        torch.manual_seed(0)
-        loss = make_loss(algorithm, **settings)
-        update = fused(loss, policy_thread=policy_thread)
-        packed = update.prepare(transitions_of(loss, 128, 0))
-        steps = [
-            update.step(minibatch, update_policy=i != 1)
-            for i, minibatch in enumerate(update.minibatches(packed, 4))
-        ]
-        losses.append(loss)
-        observed.append(torch.stack(steps))
-    assert_equal_parameters(*losses, rtol=0.0, atol=0.0)
-    torch.testing.assert_close(*observed, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-@BOTH
-def test_the_thread_takes_a_critic_s_gradients_in_steps_without_the_policy(algorithm, monkeypatch):
-    threads, backward, both = [], ReluNetwork.backward, threading.Barrier(2)
-
-    def note(*args):  # neither ends, and takes the other's network, before both have begun
-        threads.append(threading.current_thread().name)
-        both.wait(DEADLINE)
-        backward(*args)
-
-    monkeypatch.setattr(ReluNetwork, "backward", note)
-    loss = make_loss(algorithm)
-    with fused(loss, policy_thread=True) as update:
-        packed = update.prepare(transitions_of(loss, 32, 0))
-        update.step(packed, update_policy=False)
-    assert sorted(threads) == ["MainThread", "policy_0"]
-
-
-@pytest.mark.parametrize("first", ["_differentiate_policy", "_differentiate_critics"])
-@BOTH
-def test_neither_gradient_sees_the_others_passes_whichever_is_done_first(algorithm, first):
-    torch.manual_seed(0)
-    loss, other = (make_loss(algorithm, layer_norm=True) for _ in range(2))
-    other.load_state_dict(loss.state_dict())
-    batch, done = transitions_of(loss, 32, 0), threading.Event()
-    update, serial = fused(loss, policy_thread=True), fused(other)
-    network = update._critics if first == "_differentiate_policy" else update._actor
-    whole, backward = getattr(update, first), network.backward
-
-    def take_all(*args):
-        whole(*args)
-        done.set()
-
-    def wait_for_the_other(*args):  # between a forward pass and its backward pass
-        assert done.wait(DEADLINE)
-        backward(*args)
-
-    setattr(update, first, take_all)
-    network.backward = wait_for_the_other
-    for one in (update, serial):
-        torch.manual_seed(1)
-        one.step(one.prepare(batch))
-    assert_equal_parameters(loss, other, rtol=0.0, atol=0.0)
-
-
-@pytest.mark.parametrize("failing", ["_differentiate_policy", "_differentiate_critics"])
-@BOTH
-def test_an_error_in_either_thread_is_raised_when_both_have_ended(algorithm, failing):
-    loss = make_loss(algorithm)
-    update = fused(loss, policy_thread=True)
-    (other,) = {"_differentiate_policy", "_differentiate_critics"} - {failing}
-    begun, failed, ended = (threading.Event() for _ in range(3))
-    whole = getattr(update, other)
-
-    def fail(*_):
-        assert begun.wait(DEADLINE)
-        failed.set()
-        raise RuntimeError("no gradient")
-
-    def take_long(*args):
-        begun.set()
-        assert failed.wait(DEADLINE)
-        whole(*args)
-        ended.set()
-
-    setattr(update, failing, fail)
-    setattr(update, other, take_long)
-    packed = update.prepare(transitions_of(loss, 32, 0))
-    before = [parameter.clone() for parameter in loss.parameters()]
-    with pytest.raises(RuntimeError, match="no gradient"):
-        update.step(packed)
-    assert ended.is_set()
-    torch.testing.assert_close([*loss.parameters()], before, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.gpu

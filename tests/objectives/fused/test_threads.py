@@ -1,12 +1,28 @@
-"""Two computations at once: the caller takes back what its thread has not begun."""
+"""Two computations at once: those of an update, and what a busy thread has not begun."""
+
+from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from tests.support.bounds import DEADLINE
+from tests.support.off_policy import (
+    ALL,
+    BOTH,
+    CASES,
+    OWN,
+    assert_equal_parameters,
+    fused,
+    make_loss,
+    transitions_of,
+)
+from torchrl_unilab.objectives.fused.networks import ReluNetwork
 from torchrl_unilab.objectives.fused.threads import run_both
+
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 @pytest.fixture
@@ -35,3 +51,99 @@ def test_after_an_error_a_busy_thread_has_nothing_left_to_run(busy_thread, faili
     later = busy_thread.submit(ran.append, "later")
     assert later.cancel()  # not begun either
     assert ran == ([] if failing == "main" else ["main"])
+
+
+# The policy's thread of an update
+
+
+@pytest.mark.parametrize(("algorithm", "case"), ALL)
+def test_with_a_thread_for_the_policy_steps_are_the_same_bit_for_bit(algorithm, case):
+    settings = (CASES | OWN[algorithm])[case]
+    losses, observed = [], []
+    for policy_thread in (False, True):
+        torch.manual_seed(0)
+        loss = make_loss(algorithm, **settings)
+        update = fused(loss, policy_thread=policy_thread)
+        packed = update.prepare(transitions_of(loss, 128, 0))
+        steps = [
+            update.step(minibatch, update_policy=i != 1)
+            for i, minibatch in enumerate(update.minibatches(packed, 4))
+        ]
+        losses.append(loss)
+        observed.append(torch.stack(steps))
+    assert_equal_parameters(*losses, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(*observed, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@BOTH
+def test_the_thread_takes_a_critic_s_gradients_in_steps_without_the_policy(algorithm, monkeypatch):
+    threads, backward, both = [], ReluNetwork.backward, threading.Barrier(2)
+
+    def note(*args):  # neither ends, and takes the other's network, before both have begun
+        threads.append(threading.current_thread().name)
+        both.wait(DEADLINE)
+        backward(*args)
+
+    monkeypatch.setattr(ReluNetwork, "backward", note)
+    loss = make_loss(algorithm)
+    with fused(loss, policy_thread=True) as update:
+        packed = update.prepare(transitions_of(loss, 32, 0))
+        update.step(packed, update_policy=False)
+    assert sorted(threads) == ["MainThread", "policy_0"]
+
+
+@pytest.mark.parametrize("first", ["_differentiate_policy", "_differentiate_critics"])
+@BOTH
+def test_neither_gradient_sees_the_others_passes_whichever_is_done_first(algorithm, first):
+    torch.manual_seed(0)
+    loss, other = (make_loss(algorithm, layer_norm=True) for _ in range(2))
+    other.load_state_dict(loss.state_dict())
+    batch, done = transitions_of(loss, 32, 0), threading.Event()
+    update, serial = fused(loss, policy_thread=True), fused(other)
+    network = update._critics if first == "_differentiate_policy" else update._actor
+    whole, backward = getattr(update, first), network.backward
+
+    def take_all(*args):
+        whole(*args)
+        done.set()
+
+    def wait_for_the_other(*args):  # between a forward pass and its backward pass
+        assert done.wait(DEADLINE)
+        backward(*args)
+
+    setattr(update, first, take_all)
+    network.backward = wait_for_the_other
+    for one in (update, serial):
+        torch.manual_seed(1)
+        one.step(one.prepare(batch))
+    assert_equal_parameters(loss, other, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("failing", ["_differentiate_policy", "_differentiate_critics"])
+@BOTH
+def test_an_error_in_either_thread_is_raised_when_both_have_ended(algorithm, failing):
+    loss = make_loss(algorithm)
+    update = fused(loss, policy_thread=True)
+    (other,) = {"_differentiate_policy", "_differentiate_critics"} - {failing}
+    begun, failed, ended = (threading.Event() for _ in range(3))
+    whole = getattr(update, other)
+
+    def fail(*_):
+        assert begun.wait(DEADLINE)
+        failed.set()
+        raise RuntimeError("no gradient")
+
+    def take_long(*args):
+        begun.set()
+        assert failed.wait(DEADLINE)
+        whole(*args)
+        ended.set()
+
+    setattr(update, failing, fail)
+    setattr(update, other, take_long)
+    packed = update.prepare(transitions_of(loss, 32, 0))
+    before = [parameter.clone() for parameter in loss.parameters()]
+    with pytest.raises(RuntimeError, match="no gradient"):
+        update.step(packed)
+    assert ended.is_set()
+    torch.testing.assert_close([*loss.parameters()], before, rtol=0.0, atol=0.0)
