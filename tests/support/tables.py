@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from tests.support.bounds import DEADLINE
+from torchrl_unilab.data import DoubleBufferReplayPipeline
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
 
 COUNT = 64
 CAPACITY = 512
+make_pipeline = partial(DoubleBufferReplayPipeline, sample_count=COUNT)
 
 
 class Table:

@@ -1,17 +1,10 @@
-"""Batches prepared ahead: states, seeds, slots, and what ends each wait."""
+"""Batches prepared ahead: states, seeds and slots."""
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,53 +15,25 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tests.support.bounds import DEADLINE
-from tests.support.striking import exit_code_of
-from tests.support.tables import COUNT, Table, drawn, rows_of
+from tests.support.tables import COUNT, Table, drawn, make_pipeline, rows_of
 from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline, ReplayTickMetadata
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WaitTimeoutError
-
-make = partial(DoubleBufferReplayPipeline, sample_count=COUNT)
-
-
-@pytest.fixture
-def table() -> Table:
-    return Table()
-
-
-@pytest.fixture(params=["thread", "inline"])
-def packer(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def pipeline(table: Table, packer: str) -> Iterator[DoubleBufferReplayPipeline]:
-    with make(table, packer=packer) as pipeline:
-        yield pipeline
-
-
-@contextmanager
-def concurrently(action: Callable[[], Any], after: threading.Event) -> Iterator[None]:
-    """Do something in another thread once `after` is set."""
-
-    def wait_and_act() -> None:
-        assert after.wait(DEADLINE)
-        action()
-
-    with ThreadPoolExecutor(1) as executor:
-        future = executor.submit(wait_and_act)
-        yield
-        future.result(DEADLINE)
-
+from torchrl_unilab.errors import ConfigError
 
 # Ticks
 
 
-def test_a_tick_is_started_once(pipeline):
-    assert pipeline.start_prepare(3, COUNT) is True
+ASKING = pytest.mark.parametrize("ask", ["start_prepare", "wait_until_ready", "sample_large_batch"])
+
+
+@ASKING
+def test_a_tick_that_was_asked_for_or_is_being_learnt_is_not_started_again(pipeline, ask):
+    getattr(pipeline, ask)(3, COUNT)
+    assert pipeline.wait_until_ready(3, COUNT) is True
+    assert pipeline.batch_ready(3, COUNT) is True
     assert pipeline.start_prepare(3, COUNT) is False
 
 
-@pytest.mark.parametrize("ask", ["start_prepare", "wait_until_ready", "sample_large_batch"])
+@ASKING
 def test_another_tick_waits_until_the_prepared_one_was_sampled(pipeline, ask):
     pipeline.start_prepare(3, COUNT)
 
@@ -81,7 +46,7 @@ def test_another_tick_waits_until_the_prepared_one_was_sampled(pipeline, ask):
 
 def test_a_batch_is_ready_once_it_is_packed_and_not_before(table):
     table.gate.clear()
-    with make(table) as pipeline:
+    with make_pipeline(table) as pipeline:
         pipeline.start_prepare(0, COUNT)
         assert table.sampling.wait(DEADLINE)
         assert pipeline.batch_ready(0, COUNT) is False
@@ -98,14 +63,9 @@ def test_only_the_tick_that_was_asked_for_is_ready(pipeline):
 
 
 def test_an_inline_packer_has_packed_when_start_prepare_returns(table):
-    with make(table, packer="inline") as pipeline:
+    with make_pipeline(table, packer="inline") as pipeline:
         pipeline.start_prepare(0, COUNT)
         assert pipeline.batch_ready(0, COUNT) is True
-
-
-def test_waiting_for_a_tick_prepares_it(pipeline):
-    assert pipeline.wait_until_ready(3, COUNT) is True
-    assert pipeline.start_prepare(3, COUNT) is False
 
 
 def test_the_same_tick_is_the_same_batch_until_after_tick(table, pipeline):
@@ -118,14 +78,6 @@ def test_the_same_tick_is_the_same_batch_until_after_tick(table, pipeline):
     assert again["observation"].data_ptr() == first["observation"].data_ptr()
     assert rows_of(again) == drawn(3)
     assert pipeline.last_metadata.tick_id == 3
-
-
-def test_the_tick_that_is_being_learnt_is_ready_and_needs_no_start(pipeline):
-    pipeline.sample_large_batch(3, COUNT)
-
-    assert pipeline.batch_ready(3, COUNT) is True
-    assert pipeline.wait_until_ready(3, COUNT) is True
-    assert pipeline.start_prepare(3, COUNT) is False
 
 
 def test_a_tick_asked_for_while_another_is_being_learnt_is_an_error(pipeline):
@@ -152,7 +104,7 @@ def test_after_tick_a_tick_is_prepared_anew(pipeline):
 def test_a_restored_pipeline_uses_no_batch_of_before_and_the_seed_that_was_saved(
     table, pipeline, state
 ):
-    with make(table, base_seed=7) as saved:
+    with make_pipeline(table, base_seed=7) as saved:
         if state == "prepared":
             pipeline.start_prepare(3, COUNT)
         else:
@@ -164,14 +116,6 @@ def test_a_restored_pipeline_uses_no_batch_of_before_and_the_seed_that_was_saved
 
 
 # Settings
-
-
-@pytest.mark.parametrize("ask", ["start_prepare", "batch_ready", "sample_large_batch"])
-def test_another_batch_size_is_refused_and_changes_nothing(pipeline, ask):
-    pipeline.start_prepare(1, COUNT)
-    with pytest.raises(ConfigError, match=r"tick 1: 65 rows \(expected 64.*another pipeline"):
-        getattr(pipeline, ask)(1, COUNT + 1)
-    assert rows_of(pipeline.sample_large_batch(1, COUNT)) == drawn(1)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +141,7 @@ def test_another_batch_size_is_refused_and_changes_nothing(pipeline, ask):
 )
 def test_settings_that_cannot_work_are_refused(table, setting, message):
     with pytest.raises(ConfigError, match=message):
-        make(table, **setting)
+        make_pipeline(table, **setting)
     assert table.batches == 0
 
 
@@ -220,15 +164,24 @@ def test_rows_to_wait_for_that_are_no_number_of_rows_are_refused(pipeline, rows)
 
 
 @pytest.mark.parametrize("ask", ["start_prepare", "batch_ready", "sample_large_batch"])
-@pytest.mark.parametrize("tick", [-1, 1.5, "1", None, True], ids=repr)
-def test_a_tick_that_is_no_number_of_one_is_refused(pipeline, ask, tick):
-    with pytest.raises(ConfigError, match=rf"tick: {tick!r} \(expected an integer of at least 0"):
-        getattr(pipeline, ask)(tick, COUNT)
+@pytest.mark.parametrize(
+    ("tick", "count", "message"),
+    [
+        *((bad, COUNT, f"tick: {bad!r} .expected an int") for bad in (-1, 1.5, "1", None, True)),
+        (1, COUNT + 1, "tick 1: 65 rows .expected 64.*another pipeline"),
+    ],
+)
+def test_another_size_or_what_is_no_tick_is_refused_and_changes_nothing(
+    pipeline, ask, tick, count, message
+):
+    pipeline.start_prepare(1, COUNT)
+    with pytest.raises(ConfigError, match=message):
+        getattr(pipeline, ask)(tick, count)
     assert rows_of(pipeline.sample_large_batch(1, COUNT)) == drawn(1)
 
 
 def test_integers_of_numpy_are_integers(table, packer):
-    with make(
+    with make_pipeline(
         table, sample_count=np.int32(COUNT), base_seed=np.int64(3), packer=packer
     ) as pipeline:
         for tick in np.arange(2):
@@ -261,7 +214,7 @@ def test_a_state_without_a_seed_is_refused_and_changes_nothing(pipeline, state):
 )
 @settings(max_examples=40)
 def test_a_tick_gets_the_same_batch_in_any_order_and_any_thread(base_seed, ticks, ahead, packer):
-    with make(TABLE, base_seed=base_seed, packer=packer) as pipeline:
+    with make_pipeline(TABLE, base_seed=base_seed, packer=packer) as pipeline:
         for tick, prepared in zip(ticks, ahead, strict=False):
             if prepared:
                 pipeline.start_prepare(tick, COUNT)
@@ -274,7 +227,7 @@ TABLE = Table()
 
 def test_the_metadata_say_what_was_drawn_from_and_where_it_went(table, packer):
     table.add(100)
-    with make(table, base_seed=40, packer=packer) as pipeline:
+    with make_pipeline(table, base_seed=40, packer=packer) as pipeline:
         assert pipeline.last_metadata is None
         pipeline.sample_large_batch(2, COUNT)
         pipeline.start_prepare(7, COUNT)
@@ -311,7 +264,7 @@ def test_the_manifest_says_how_batches_travel(pipeline, packer):
 def test_a_learner_never_sees_a_batch_change_under_it_while_the_thread_packs(table):
     """Stress: read the hot batch as long as the thread packs the cold one."""
     reads = 0
-    with make(table) as pipeline:
+    with make_pipeline(table) as pipeline:
         for tick in range(400):
             batch = pipeline.sample_large_batch(tick, COUNT)
             expected = torch.tensor(drawn(tick), dtype=torch.float32)
@@ -336,7 +289,7 @@ def test_entries_added_to_a_batch_do_not_stay_in_the_slot(table, pipeline):
 
 
 def test_many_ticks_take_no_more_memory_than_two_slots_nor_more_threads(table):
-    with make(table) as pipeline:
+    with make_pipeline(table) as pipeline:
         addresses, threads = set(), []
         for tick in range(300):
             if tick == 50:
@@ -356,143 +309,3 @@ def test_many_ticks_take_no_more_memory_than_two_slots_nor_more_threads(table):
     assert len(addresses) == table.batches == 2
     assert max(threads) == threads[0]  # one of an earlier test may end meanwhile
     assert growth < 15_000  # of 150 ticks: not one small object each
-
-
-# Rows that have to come first
-
-
-def test_a_batch_waits_for_the_rows_it_has_to_be_drawn_from(packer):
-    table = Table(100)
-    with (
-        concurrently(lambda: table.add(50), after=table.counted),
-        make(table, packer=packer) as pipeline,
-    ):
-        pipeline.start_prepare(1, COUNT, min_snapshot_ptr=150)
-        assert rows_of(pipeline.sample_large_batch(1, COUNT)) == drawn(1, 150)
-        assert pipeline.last_metadata.snapshot_ptr == 150
-
-
-def test_rows_that_do_not_come_are_named_with_those_that_did(packer):
-    table = Table(100)
-    with make(table, packer=packer, timeout=0.05) as pipeline:
-        with pytest.raises(WaitTimeoutError, match=r"100 rows .*0\.05 s \(expected 101\)"):
-            wait_for(pipeline, min_ptr=101)
-        assert pipeline.batch_ready(0, COUNT) is False
-        assert pipeline.start_prepare(0, COUNT, min_snapshot_ptr=100) is True  # it can go on
-
-
-def wait_for(pipeline: DoubleBufferReplayPipeline, min_ptr: int) -> None:
-    """Prepare tick 0; an inline packer raises when it starts, a thread when one waits."""
-    pipeline.start_prepare(0, COUNT, min_ptr)
-    pipeline.wait_ready()
-
-
-# Failures and the end
-
-
-@pytest.mark.parametrize("ask", ["batch_ready", "wait_until_ready", "sample_large_batch"])
-def test_what_the_thread_fails_with_is_raised_by_the_call_that_needs_the_batch(table, ask):
-    table.broken = True
-    with make(table) as pipeline:
-        pipeline.start_prepare(5, COUNT)
-        assert table.sampling.wait(DEADLINE)
-        pipeline._prepared.exception(DEADLINE)  # batch_ready does not wait
-        with pytest.raises(LookupError, match="these rows cannot be read") as caught:
-            getattr(pipeline, ask)(5, COUNT)
-        assert "sample" in [frame.name for frame in caught.traceback]  # where it went wrong
-        table.broken = False
-        assert rows_of(pipeline.sample_large_batch(5, COUNT)) == drawn(5)
-
-
-def test_what_an_inline_packer_fails_with_is_raised_at_once_and_the_tick_is_not_started(table):
-    table.broken = True
-    with make(table, packer="inline") as pipeline:
-        with pytest.raises(LookupError, match="these rows cannot be read"):
-            pipeline.start_prepare(5, COUNT)
-        table.broken = False
-        assert pipeline.start_prepare(6, COUNT) is True
-
-
-def test_a_dropped_batch_may_fail(table):
-    table.broken = True
-    with make(table) as pipeline:
-        pipeline.start_prepare(5, COUNT)
-        pipeline.discard()
-        table.broken = False
-        assert pipeline.start_prepare(5, COUNT) is True
-
-
-def test_a_batch_that_is_dropped_waits_for_no_rows():
-    table = Table(10)
-    with make(table, timeout=1000 * DEADLINE) as pipeline:
-        pipeline.start_prepare(0, COUNT, min_snapshot_ptr=11)
-        assert table.counted.wait(DEADLINE)
-        pipeline.discard()
-        assert len(pipeline.sample_large_batch(0, COUNT)) == COUNT
-
-
-def test_closing_in_another_thread_ends_the_wait_for_rows(packer):
-    table = Table(10)
-    pipeline = make(table, packer=packer, timeout=10 * DEADLINE)
-    with (
-        concurrently(pipeline.close, after=table.counted),
-        pytest.raises(SegmentClosedError, match="close"),
-    ):
-        wait_for(pipeline, min_ptr=11)
-
-
-ASKS = {
-    "start_prepare": (1, COUNT),
-    "batch_ready": (1, COUNT),
-    "wait_until_ready": (1, COUNT),
-    "sample_large_batch": (1, COUNT),
-    "wait_ready": (),
-}
-
-
-@pytest.mark.parametrize("ask", ASKS)
-def test_a_closed_pipeline_refuses_to_be_asked(pipeline, ask):
-    pipeline.start_prepare(1, COUNT)
-    pipeline.close()
-    with pytest.raises(SegmentClosedError, match="cannot use replay pipeline: it is closed"):
-        getattr(pipeline, ask)(*ASKS[ask])
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_forked_process_is_refused_a_pipeline_whose_thread_it_lacks(table):
-    with make(table, packer="thread") as pipeline:
-        pipeline.sample_large_batch(0, COUNT)
-
-        def prepare() -> None:
-            with pytest.raises(UsageError, match="in a forked process, without its thread"):
-                pipeline.start_prepare(1, COUNT)
-
-        assert exit_code_of(prepare) == 0
-
-
-def test_a_pipeline_is_closed_more_than_once_and_its_ticks_end(pipeline):
-    batch = pipeline.sample_large_batch(0, COUNT)
-    pipeline.close()
-    pipeline.close()
-    pipeline.after_tick()
-    assert rows_of(batch) == drawn(0)
-
-
-@pytest.mark.parametrize("closed", [True, False])
-def test_a_pipeline_takes_its_thread_with_it_closed_or_not(table, closed):
-    before = set(threading.enumerate())
-    pipeline = make(table)
-    pipeline.sample_large_batch(0, COUNT)
-    (thread,) = set(threading.enumerate()) - before
-    assert not thread.daemon
-    if closed:
-        pipeline.close()
-    del pipeline
-    thread.join(DEADLINE)
-    assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_pipeline_is_neither_copied_nor_pickled(table, copied):
-    with make(table) as pipeline, pytest.raises(UsageError, match="it has a thread"):
-        copied(pipeline)
