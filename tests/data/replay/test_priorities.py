@@ -23,6 +23,8 @@ from tests.support.prioritized import (
 from torchrl_unilab.data import PackedPrioritizedSampler, PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError
 
+WRITERS = pytest.mark.parametrize("writer", [PackedReplayWriter, RoundRobinWriter])
+
 
 @pytest.fixture
 def storage():
@@ -116,14 +118,10 @@ def test_a_device_is_refused():
         PackedPrioritizedSampler(8, ALPHA, BETA, device="cuda")
 
 
-@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
-@pytest.mark.parametrize("name", ["alpha", "beta", "eps"])
-def test_numbers_below_0_or_not_finite_are_refused(name, bad):
-    with pytest.raises(ConfigError, match=f"{name}: {bad} .*finite"):
-        PackedPrioritizedSampler(8, **{"alpha": ALPHA, "beta": BETA, name: bad})
+BAD = [-1.0, math.nan, math.inf]
 
 
-@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("name", ["alpha", "beta"])
 def test_an_exponent_stays_what_it_was_when_another_is_refused(name, bad):
     sampler = PackedPrioritizedSampler(8, 0.5, 0.5)
@@ -137,6 +135,7 @@ def test_an_exponent_stays_what_it_was_when_another_is_refused(name, bad):
 @pytest.mark.parametrize(
     ("name", "bad", "expected"),
     [
+        *((name, bad, "a finite number") for name in ("alpha", "beta", "eps") for bad in BAD),
         ("max_capacity", 0, "an integer of at least 1"),
         ("max_capacity", 8.0, "an integer of at least 1"),
         ("max_capacity", 10**12, "at most"),
@@ -151,7 +150,7 @@ def test_what_no_sampler_can_be_is_refused(name, bad, expected):
         PackedPrioritizedSampler(**settings)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("bad", BAD)
 def test_a_priority_that_is_none_is_refused_and_none_is_set(bad, storage):
     buffer = prioritized_buffer(storage, rows=2)
     with pytest.raises(ValueError, match="cannot set priorities"):
@@ -253,16 +252,6 @@ def test_a_tensor_of_priorities_may_be_used_again(storage):
     assert int(buffer.sampler._max_priority[1]) == 0
 
 
-def test_rows_that_a_stock_storage_has_no_longer_are_not_drawn():
-    stock = LazyTensorStorage(CAPACITY)
-    buffer = prioritized_buffer(stock, count=64, rows=4)
-    few = stock.state_dict()
-    buffer.extend(numbered_rows(8, first=4))
-    buffer.update_priority(torch.arange(12), torch.arange(1.0, 13.0))
-    stock.load_state_dict(few)
-    assert set(buffer.sample()["x"].tolist()) <= {0.0, 1.0, 2.0, 3.0}
-
-
 def test_a_sampler_that_inference_mode_made_or_emptied_is_one_like_any_other(storage):
     with torch.inference_mode():
         buffer = prioritized_buffer(storage)
@@ -301,29 +290,24 @@ def test_as_many_priorities_as_rows_are_asked_for(storage):
     assert raw_priorities(buffer) == [2, 2, 2, 2]
 
 
+TWO, MASK = torch.tensor([5.0, 6.0]), torch.tensor([True, False, True, False])
+
+
 @pytest.mark.parametrize(
-    "index",
+    ("index", "priority", "expected"),
     [
-        torch.tensor([True, False, True, False]),
-        np.array([True, False, True, False]),
-        torch.tensor([1, 0, 1, 0], dtype=torch.uint8),
-        slice(None, None, 2),
-        [0, 2],
-        torch.tensor([[0], [2]], dtype=torch.int32),
+        *(
+            (index, TWO, [5, 1, 6, 1])
+            for index in (MASK, MASK.numpy(), MASK.byte(), slice(None, None, 2), [0, 2])
+        ),
+        (torch.tensor([[0], [2]], dtype=torch.int32), TWO, [5, 1, 6, 1]),
+        *((one, 5.0, [1, 5, 1, 1]) for one in (1, np.int64(1), np.array(1), torch.tensor(1))),
     ],
-    ids=["mask", "array", "bytes", "slice", "list", "column"],
 )
-def test_priorities_are_set_where_an_index_says(index, storage):
+def test_priorities_are_set_where_an_index_says(index, priority, expected, storage):
     buffer = prioritized_buffer(storage, rows=4)
-    buffer.update_priority(index, torch.tensor([5.0, 6.0]))
-    assert raw_priorities(buffer) == [5, 1, 6, 1]
-
-
-@pytest.mark.parametrize("index", [1, np.int64(1), np.array(1), torch.tensor(1)])
-def test_a_priority_is_set_of_one_row(index, storage):
-    buffer = prioritized_buffer(storage, rows=4)
-    buffer.update_priority(index, 5.0)
-    assert raw_priorities(buffer) == [1, 5, 1, 1]
+    buffer.update_priority(index, priority)
+    assert raw_priorities(buffer) == expected
 
 
 @pytest.mark.parametrize(
@@ -359,7 +343,7 @@ class _Stock:
             self.most = None
 
 
-@pytest.mark.parametrize("writer", [PackedReplayWriter, RoundRobinWriter])
+@WRITERS
 @given(
     within=st.booleans(),
     steps=st.lists(st.tuples(st.sampled_from("wup"), st.integers(0, 2**32 - 1)), max_size=25),
@@ -387,32 +371,13 @@ def test_priorities_are_those_of_a_stock_sampler(writer, within, steps):
         assert raw_priorities(buffer) == [round(model.raw[i], 4) for i in range(len(buffer))]
 
 
-@pytest.mark.parametrize("writer", [PackedReplayWriter, RoundRobinWriter])
+@WRITERS
 def test_more_rows_than_fit_get_the_highest_priority_that_was_there(writer, storage):
     buffer = prioritized_buffer(storage, writer=writer(), max_priority_within_buffer=True)
     buffer.extend(numbered_rows(CAPACITY))
     buffer.update_priority(torch.arange(CAPACITY), torch.tensor([50.0] + [1.0] * (CAPACITY - 1)))
     buffer.extend(numbered_rows(CAPACITY + 1))
     assert raw_priorities(buffer) == [50] * CAPACITY
-
-
-@pytest.mark.parametrize("writer", [PackedReplayWriter, RoundRobinWriter])
-def test_rows_of_a_stock_checkpoint_are_not_new_when_its_writer_continues(writer, storage):
-    stock = prioritized_buffer(LazyTensorStorage(CAPACITY), writer=RoundRobinWriter())
-    for _ in range(2):
-        stock.extend(numbered_rows(CAPACITY - 3))
-    stock.update_priority(torch.arange(CAPACITY), torch.tensor([5.0] + [0.5] * (CAPACITY - 1)))
-    buffer = prioritized_buffer(storage, writer=writer())
-    buffer.load_state_dict(stock.state_dict())
-    buffer.sample()
-    read = storage.read_since(())[1]
-    new = buffer.extend(numbered_rows(2))
-    buffer.sample()
-    expected = [5.0] + [0.5] * (CAPACITY - 1)
-    for position in new.tolist():
-        expected[position] = 5.0
-    assert raw_priorities(buffer) == expected
-    assert storage.read_since(read)[0].batch_size == torch.Size([2])
 
 
 def test_rows_that_are_written_in_place_get_the_highest_priority_too(storage):

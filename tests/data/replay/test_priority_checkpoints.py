@@ -7,7 +7,12 @@ import math
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
+from torchrl.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RoundRobinWriter,
+    TensorDictReplayBuffer,
+)
 
 from tests.support.prioritized import (
     ALPHA,
@@ -196,3 +201,32 @@ def test_a_state_stays_what_it_was(tmp_path):
     assert sampler.default_priority == 3.0
     sampler.load_state_dict(state)
     assert sampler.default_priority == 7.0
+
+
+@pytest.mark.parametrize("writer", [PackedReplayWriter, RoundRobinWriter])
+def test_rows_of_a_stock_checkpoint_are_not_new_when_its_writer_continues(writer, storage):
+    stock = prioritized_buffer(LazyTensorStorage(CAPACITY), writer=RoundRobinWriter())
+    for _ in range(2):
+        stock.extend(numbered_rows(CAPACITY - 3))
+    stock.update_priority(torch.arange(CAPACITY), torch.tensor([5.0] + [0.5] * (CAPACITY - 1)))
+    buffer = prioritized_buffer(storage, writer=writer())
+    buffer.load_state_dict(stock.state_dict())
+    buffer.sample()
+    read = storage.read_since(())[1]
+    new = buffer.extend(numbered_rows(2))
+    buffer.sample()
+    expected = [5.0] + [0.5] * (CAPACITY - 1)
+    for position in new.tolist():
+        expected[position] = 5.0
+    assert raw_priorities(buffer) == expected
+    assert storage.read_since(read)[0].batch_size == torch.Size([2])
+
+
+def test_rows_that_a_stock_storage_has_no_longer_are_not_drawn():
+    stock = LazyTensorStorage(CAPACITY)
+    buffer = prioritized_buffer(stock, count=64, rows=4)
+    few = stock.state_dict()
+    buffer.extend(numbered_rows(8, first=4))
+    buffer.update_priority(torch.arange(12), torch.arange(1.0, 13.0))
+    stock.load_state_dict(few)
+    assert set(buffer.sample()["x"].tolist()) <= {0.0, 1.0, 2.0, 3.0}

@@ -341,3 +341,38 @@ def test_rows_are_drawn_by_the_generator_of_their_buffer():
             buffer.set_rng(torch.Generator().manual_seed(seed))
             drawn.append(storage.sample(32)["index"].tolist())
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+# What is new
+
+
+def read_stamps(storage: PackedReplayStorage, counted: tuple[int, ...]) -> tuple[list[int], ...]:
+    rows, counted = storage.read_since(counted)
+    return rows["count"][:, 0].tolist(), counted
+
+
+@pytest.mark.parametrize("rows", [2, 9])
+def test_rows_written_after_the_storage_was_emptied_are_new(rows):
+    with replay_of(stamped(torch.arange(5)), 10) as storage:
+        _, counted = read_stamps(storage, ())
+        storage._empty()
+        storage.append(stamped(torch.arange(100, 100 + rows)))
+
+        found, counted = read_stamps(storage, counted)
+
+        assert found == [*range(100, 100 + rows)]
+        assert read_stamps(storage, counted)[0] == []
+
+
+def test_rows_are_new_once_over_a_checkpoint():
+    with PackedReplayStorage(10) as storage, PackedReplayStorage(10) as used:
+        storage.append(stamped(torch.arange(3)))
+        storage._empty()  # so that rows are not numbered as in another storage
+        storage.append(stamped(torch.arange(5)))
+        _, counted = read_stamps(storage, ())
+        storage.append(stamped(torch.arange(5, 7)))
+        used.append(stamped(torch.arange(33)))
+
+        used.load_state_dict(storage.state_dict())
+
+        assert read_stamps(used, counted)[0] == [5, 6]

@@ -14,7 +14,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, Tens
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler
 from torchrl.envs.transforms import RewardScaling
 
-from tests.support.transitions import replay_of, same, stamped, transitions
+from tests.support.transitions import replay_of, same, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.errors import (
     CheckpointError,
@@ -316,41 +316,6 @@ def test_rows_that_do_not_fit_are_refused_with_what_would_before_anything_is_mad
     [fit] = map(int, re.findall(r"About (\d+) rows would", str(refused.value)))
     with replay_of(transitions(2), fit) as storage:
         assert 0 <= (1 << 20) - storage.nbytes < (1 << 20) / 10
-
-
-# What is new
-
-
-def read_stamps(storage: PackedReplayStorage, counted: tuple[int, ...]) -> tuple[list[int], ...]:
-    rows, counted = storage.read_since(counted)
-    return rows["count"][:, 0].tolist(), counted
-
-
-@pytest.mark.parametrize("rows", [2, 9])
-def test_rows_written_after_the_storage_was_emptied_are_new(rows):
-    with replay_of(stamped(torch.arange(5)), 10) as storage:
-        _, counted = read_stamps(storage, ())
-        storage._empty()
-        storage.append(stamped(torch.arange(100, 100 + rows)))
-
-        found, counted = read_stamps(storage, counted)
-
-        assert found == [*range(100, 100 + rows)]
-        assert read_stamps(storage, counted)[0] == []
-
-
-def test_rows_are_new_once_over_a_checkpoint():
-    with PackedReplayStorage(10) as storage, PackedReplayStorage(10) as used:
-        storage.append(stamped(torch.arange(3)))
-        storage._empty()  # so that rows are not numbered as in another storage
-        storage.append(stamped(torch.arange(5)))
-        _, counted = read_stamps(storage, ())
-        storage.append(stamped(torch.arange(5, 7)))
-        used.append(stamped(torch.arange(33)))
-
-        used.load_state_dict(storage.state_dict())
-
-        assert read_stamps(used, counted)[0] == [5, 6]
 
 
 # Beside buffers and their writers
