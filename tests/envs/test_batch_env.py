@@ -187,45 +187,6 @@ def test_writing_to_returned_tensors_leaves_the_environment_alone() -> None:
         root = root.clone()
 
 
-def test_partial_reset_leaves_the_other_rows_bit_identical() -> None:
-    env, twin = (MujocoBatchEnv("Walker2d-v5", 4, seed=0, dtype=torch.float64) for _ in range(2))
-    root, twin_root = env.reset(), twin.reset()
-    for i in range(4):
-        root, twin_root = step(env, root, i), step(twin, twin_root, i)
-    mask = torch.tensor([[False], [True], [False], [True]])
-    kept = ~mask.flatten()
-    before = root["observation"].clone()
-    root = env.reset(root.set("_reset", mask))
-    assert torch.equal(root["observation"][kept], before[kept])
-    assert (root["observation"][~kept] != before[~kept]).any(-1).all()
-    for i in range(5):
-        root, twin_root = step(env, root, i), step(twin, twin_root, i)
-        assert_same(root[kept], twin_root[kept])
-
-
-def test_a_reset_mask_without_rows_changes_nothing() -> None:
-    env = make()
-    root = env.reset()
-    before = root.clone()
-    root = env.reset(root.set("_reset", torch.zeros(3, 1, dtype=torch.bool)))
-    assert_same(root, before)
-
-
-def test_step_mask_steps_the_selected_rows_only() -> None:
-    env = make(max_episode_steps=1, with_reward_terms=True)
-    root = env.reset()
-    qpos, qvel = env.get_state()
-    after = step(env, root.set("_step", torch.tensor([[True], [False], [True]])))
-    new_qpos, new_qvel = env.get_state()
-    np.testing.assert_array_equal(new_qpos[1], qpos[1])
-    np.testing.assert_array_equal(new_qvel[1], qvel[1])
-    assert (new_qpos[::2] != qpos[::2]).any(axis=1).all()
-    assert after["done"].flatten().tolist() == [True, False, True]
-    assert after["reward"][1] == 0
-    assert after["reward_terms", "reward_survive"].flatten().tolist() == [1, 0, 1]
-    assert torch.equal(after["observation"][1], root["observation"][1])
-
-
 def test_rollout_until_all_are_done_ends() -> None:
     data = make().rollout(300, break_when_any_done=False, break_when_all_done=True)
     assert data.shape[1] < 300

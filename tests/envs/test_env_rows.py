@@ -6,10 +6,11 @@ import os
 import pickle
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from tests.support.playing import play, step
+from tests.support.playing import assert_same, play, step
 from tests.support.processes import wait_for
 from tests.support.striking import forked
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
@@ -98,3 +99,42 @@ def test_commands_are_drawn_anew_only_where_a_partial_step_makes_them_due() -> N
         before = command.copy()
         root = step(env, root.set("_step", torch.arange(N)[:, None] == row))
         assert (command != before).flatten().tolist() == [i == row for i in range(N)]
+
+
+def test_partial_reset_leaves_the_other_rows_bit_identical() -> None:
+    env, twin = (MujocoBatchEnv("Walker2d-v5", 4, seed=0, dtype=torch.float64) for _ in range(2))
+    root, twin_root = env.reset(), twin.reset()
+    for i in range(4):
+        root, twin_root = step(env, root, i), step(twin, twin_root, i)
+    mask = torch.tensor([[False], [True], [False], [True]])
+    kept = ~mask.flatten()
+    before = root["observation"].clone()
+    root = env.reset(root.set("_reset", mask))
+    assert torch.equal(root["observation"][kept], before[kept])
+    assert (root["observation"][~kept] != before[~kept]).any(-1).all()
+    for i in range(5):
+        root, twin_root = step(env, root, i), step(twin, twin_root, i)
+        assert_same(root[kept], twin_root[kept])
+
+
+def test_a_reset_mask_without_rows_changes_nothing() -> None:
+    env = make("Hopper-v5")
+    root = env.reset()
+    before = root.clone()
+    root = env.reset(root.set("_reset", torch.zeros(3, 1, dtype=torch.bool)))
+    assert_same(root, before)
+
+
+def test_step_mask_steps_the_selected_rows_only() -> None:
+    env = make("Hopper-v5", max_episode_steps=1, with_reward_terms=True)
+    root = env.reset()
+    qpos, qvel = env.get_state()
+    after = step(env, root.set("_step", torch.tensor([[True], [False], [True]])))
+    new_qpos, new_qvel = env.get_state()
+    np.testing.assert_array_equal(new_qpos[1], qpos[1])
+    np.testing.assert_array_equal(new_qvel[1], qvel[1])
+    assert (new_qpos[::2] != qpos[::2]).any(axis=1).all()
+    assert after["done"].flatten().tolist() == [True, False, True]
+    assert after["reward"][1] == 0
+    assert after["reward_terms", "reward_survive"].flatten().tolist() == [1, 0, 1]
+    assert torch.equal(after["observation"][1], root["observation"][1])

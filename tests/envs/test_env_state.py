@@ -172,31 +172,32 @@ class Judged(InvertedPendulum):
         return self.judge(super().outcome(*given))
 
 
-def judged(**parts: Callable[[NDArray[Any]], Any]) -> MujocoBatchEnv:
-    """Pendulums of which each of some parts of the outcome is made by a function of it."""
-
-    def judge(outcome: Outcome) -> Outcome:
-        return replace(outcome, **{key: part(getattr(outcome, key)) for key, part in parts.items()})
-
-    return make(Judged(name="Mine", judge=judge), 0)
+STEP = "^MujocoBatchEnv.step: .*of Mine .*"
+FLAGS = "terminations of Mine are"
 
 
 @pytest.mark.parametrize(
-    ("reward", "message"),
+    ("part", "change", "message"),
     [
-        (lambda reward: reward[:, None], r"shape \(3, 1\) \(expected an array of shape \(3,\)\)"),
-        (lambda reward: reward / 0.0 * [0, 1, 1], "are not finite, the first in simulation 0"),
-        (
-            lambda reward: np.where(np.arange(3) == 2, np.nan, reward),
-            "are not finite, the first in simulation 2",
-        ),
+        ("reward", lambda one: one[:, None], rf"{STEP}shape \(3, 1\) \(expected an array of shape"),
+        ("reward", lambda one: one / 0.0 * [0, 1, 1], f"{STEP}are not finite, .* simulation 0"),
+        ("reward", lambda one: one * [1, 1, np.nan], f"{STEP}are not finite, .* simulation 2"),
+        ("terminated", lambda _: False, rf"{FLAGS} \w+ of shape \(\)"),
+        ("terminated", lambda one: one[:, None], rf"{FLAGS} \w+ of shape \(3, 1\)"),
+        ("terminated", lambda one: one[:1], rf"{FLAGS} \w+ of shape \(1,\)"),
+        ("terminated", lambda one: one * 1.0, rf"{FLAGS} .*of float64 \(expected"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
-def test_rewards_of_a_task_that_are_none_are_refused_by_its_name(reward, message):
-    env = judged(reward=reward)
+def test_rewards_and_terminations_that_are_none_are_refused_by_the_tasks_name(
+    part, change, message
+):
+    def judge(outcome: Outcome) -> Outcome:
+        return replace(outcome, **{part: change(getattr(outcome, part))})
+
+    env = make(Judged(name="Mine", judge=judge), 0)
     action = env.rand_action(env.reset())
-    with pytest.raises(ValueError, match=rf"^MujocoBatchEnv.step: .*of Mine .*{message}"):
+    with pytest.raises(ConfigError, match=message):
         env.step(action)
 
 
@@ -309,24 +310,6 @@ def test_what_is_moved_to_a_device_gives_tensors_of_it():
     env.__dict__["_device"] = torch.device("meta")  # as `EnvBase.to` does, past its specs
     found = env._reset()
     assert {leaf.device.type for leaf in found.values()} == {found.device.type} == {"meta"}
-
-
-@pytest.mark.parametrize(
-    ("end", "message"),
-    [
-        (lambda _: False, r"\w+ of shape \(\)"),
-        (lambda end: end[:, None], r"\w+ of shape \(3, 1\)"),
-        (lambda end: end[:1], r"\w+ of shape \(1,\)"),
-        (lambda end: end * 1.0, r"of float64 \(expected"),
-    ],
-)
-def test_terminations_that_are_not_a_truth_value_for_each_are_refused_at_the_first_step(
-    end, message
-):
-    env = judged(terminated=end)
-    action = env.rand_action(env.reset())
-    with pytest.raises(ConfigError, match=f"terminations of Mine are {message}"):
-        env.step(action)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from dataclasses import replace
 
 import mujoco
@@ -13,40 +12,20 @@ from hypothesis import strategies as st
 from mujoco.batch import Batch
 
 from tests.support.playing import play
+from tests.support.randomized import (
+    ALL,
+    FRICTION,
+    GAIN,
+    MASS,
+    MODEL,
+    TASK,
+    N,
+    assert_same,
+    make,
+    values,
+)
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
-from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
-from torchrl_unilab.errors import ConfigError
-
-N = 6
-TASK = QuadrupedWalk(randomization=())
-MODEL = TASK.load_model()
-MASS = Randomize(("body_mass", "body_inertia"), 0.5, 1.5, objects=("torso",))
-FRICTION = Randomize("geom_friction[0]", 0.4, 1.2, objects=("*_foot",), shared=True)
-GAIN = Randomize(("actuator_gainprm[0]", "actuator_biasprm[1]"), 0.8, 1.2)
-ALL = (MASS, FRICTION, GAIN)
-
-
-def make(specs: Sequence[Randomize] | None = ALL, **settings: object) -> MujocoBatchEnv:
-    return MujocoBatchEnv(
-        TASK, **{"num_envs": N, "seed": 0, "num_threads": 1, "randomization": specs, **settings}
-    )
-
-
-def values(env: MujocoBatchEnv, specs: Sequence[Randomize] = ALL) -> dict[str, np.ndarray]:
-    names = {
-        name.split("[")[0]
-        for spec in specs
-        for name in ((spec.fields,) if isinstance(spec.fields, str) else spec.fields)
-    }
-    return {name: env.randomizer.values(name) for name in sorted(names)}
-
-
-def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
-
 
 # What is drawn
 
@@ -244,26 +223,6 @@ def test_what_is_tilted_moves_as_that_of_a_model_compiled_so(field, name, of, at
     randomizer.close()
 
 
-@pytest.mark.parametrize("field", ["body_ipos", "body_iquat"])
-def test_centres_of_bodies_that_are_compiled_as_simple_are_refused(field):
-    body = '<body name="one"><freejoint/><geom size=".1"/></body>'
-    one = f"<mujoco><worldbody>{body}</worldbody></mujoco>"
-    moved = [Randomize(f"{field}[0]", 0.01, 0.02, "add", ("one",))]
-    with pytest.raises(ConfigError, match=rf"{field} of \['one'\], .* as simple \(expected bodies"):
-        ModelRandomizer(Batch(mujoco.MjModel.from_xml_string(one), 1, 1), moved, "test")
-    other = mujoco.MjModel.from_xml_string(one.replace('"one"', '"one" simple="false"'))
-    ModelRandomizer(Batch(other, 1, 1), moved, "test").seed([np.random.default_rng(0)])
-
-
-def test_numbers_of_other_fields_are_not_taken_for_these():
-    one, other = make([MASS]), make([replace(MASS, objects=("*_thigh",), shared=True)])
-    with pytest.raises(ConfigError, match="ModelRandomizer: what is drawn, shapes and generators"):
-        other.restore(one.snapshot())
-    wider = make([replace(MASS, low=0.1)])
-    wider.restore(one.snapshot())
-    assert_same(values(wider, [MASS]), values(one, [MASS]))
-
-
 def test_a_task_that_reads_a_randomised_or_derived_field_sees_each_simulations_own() -> None:
     task = replace(TASK, reads=(*TASK.reads, "body_mass", "body_subtreemass"))
     env = MujocoBatchEnv(task, N, seed=0, randomization=[MASS])
@@ -279,18 +238,6 @@ def test_a_task_that_reads_a_randomised_or_derived_field_sees_each_simulations_o
 
 
 # When it is drawn
-
-
-def test_models_drawn_at_the_start_survive_resets_states_and_divergence() -> None:
-    env = make(max_episode_steps=3)
-    before = values(env)
-    play(env, 10)
-    env.reset()
-    qpos, _ = env.get_state()
-    root = env.set_state(qpos[:1], np.full((1, 14), 1e11), ids=[2])
-    env.step_and_maybe_reset(root.set("action", torch.zeros(N, 8)))
-    assert env.num_diverged == 1
-    assert_same(values(env), before)
 
 
 def test_models_drawn_at_resets_change_in_the_rows_that_reset_only() -> None:
@@ -369,18 +316,6 @@ def test_initial_states_and_commands_are_those_without_randomisation(when: str) 
         )
 
 
-@pytest.mark.parametrize(
-    ("specs", "field"),
-    [
-        ((), "body_mass"),
-        ((), "geom_friction"),
-        ([FRICTION, GAIN], "body_subtreemass"),  # they need no constants
-    ],
-)
-def test_what_does_not_differ_is_not_expanded(specs: Sequence[Randomize], field: str) -> None:
-    assert make(specs)._state.physics.batch.expanded(field) is None
-
-
 # Who says so
 
 
@@ -404,64 +339,3 @@ def test_a_tasks_own_randomisation_is_the_default_and_can_be_turned_off() -> Non
 
 
 FEET = Randomize("geom_friction[0]", 0.5, 1.0, objects=("foot_geom",))
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (Randomize("body_weight", 1, 2), "'body_weight' .expected a field of floating-point"),
-        (Randomize("geom_contype", 1, 2), "'geom_contype' .expected a field of floating"),
-        (Randomize("geom_friction[3]", 1, 2), r"'geom_friction\[3\]' .expected a field"),
-        (Randomize("body_mass[0]", 1, 2), r"'body_mass\[0\]' .expected a field"),
-        (Randomize("opt.timestep", 1, 2), "'opt.timestep' .expected .* not the timestep"),
-        (Randomize("tendon_stiffness", 1, 2), "'tendon_stiffness' .expected .* the model has"),
-        (Randomize("body_mass", 1, 2, objects=("trunk",)), "no object 'trunk' .expected one of"),
-        (Randomize("opt.gravity", 1, 2, objects=("x",)), "no object 'x'"),
-        (Randomize(("body_mass", "geom_size"), 1, 2), "have not the same objects"),
-        (Randomize((), 1, 2), "have not the same objects"),
-        (Randomize("body_mass", 1, 2, objects=()), "have not the same objects .* at least one"),
-        (Randomize("body_mass", 0, 2), r"body_mass can become 0.0 .expected masses"),
-        (Randomize("body_mass", -0.13, 2, "add"), r"body_mass can become -0.13"),
-        (Randomize("body_inertia[1]", -1, 2, "set"), r"body_inertia can become -1.0"),
-        (Randomize("dof_invweight0", 1, 2), "MuJoCo derives dof_invweight0 .* .expected one that"),
-        (Randomize("geom_aabb", 1, 2), "MuJoCo derives geom_aabb from"),
-    ],
-)
-def test_what_the_model_has_not_is_refused_and_nothing_is_expanded(spec, message):
-    batch = Batch(MODEL, 2, 1)
-    with pytest.raises(ConfigError, match=message):
-        ModelRandomizer(batch, [MASS, spec], "test")
-    assert batch.expanded("body_mass") is None
-    with pytest.raises(ConfigError, match="randomization of QuadrupedWalk: "):
-        make([MASS, spec])
-    for other in (MASS, [3]):
-        with pytest.raises(ConfigError, match=r"randomization of .* sequence of Randomize\)\. Put"):
-            make(other)
-
-
-def test_what_a_column_may_lose_is_checked_for_that_column_alone() -> None:
-    torso = mujoco.mj_name2id(MODEL, mujoco.mjtObj.mjOBJ_BODY, "torso")
-    inertia = MODEL.body_inertia[torso]
-    loss = inertia.mean()
-    assert inertia[2] < loss < inertia[0]
-    env = make([Randomize("body_inertia[0]", -loss, 0.0, "add", objects=("torso",))])
-    env.reset()
-    drawn = env.randomizer.values("body_inertia")[:, torso]
-    assert (drawn[:, 0] < inertia[0]).all()
-    np.testing.assert_array_equal(drawn[:, 1:], np.tile(inertia[1:], (N, 1)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *((bad, "") for bad in ({"low": 2.0}, {"high": float("inf")}, {"how": "multiply"})),
-        ({"when": "never"}, ""),
-        ({"low": None}, r"range is None to 1.0 \(expected finite numbers"),
-        ({"objects": "torso"}, r"objects is 'torso' \(expected a tuple of names\). Give"),
-        ({"objects": (1,)}, r"objects is \(1,\) \(expected a tuple of names"),
-        ({"fields": 5}, r"fields is 5 \(expected a tuple of names"),
-    ],
-)
-def test_a_malformed_spec_is_refused(options, message):
-    with pytest.raises(ConfigError, match=message or r"^Randomize body_mass: .*\(expected"):
-        Randomize(**{"fields": "body_mass", "low": 0.5, "high": 1.0, **options})
