@@ -26,7 +26,7 @@ from torchrl_unilab.errors import (
     SegmentError,
     SegmentSpaceError,
 )
-from torchrl_unilab.weight_update import SharedObsNormStats, UniLabShmTransport
+from torchrl_unilab.weight_update import UniLabShmTransport
 
 SHAPES = {"w": (2, 3), "b": (3,)}
 
@@ -44,11 +44,6 @@ def _read_by_name(pipe: Connection, name: str) -> None:
         state = _state(-1.0)
         version = transport.read_weights_into(state)
         pipe.send((version, state["w"].tolist(), state["b"].tolist()))
-
-
-def _get_stats(pipe: Connection, stats: SharedObsNormStats) -> None:
-    first, second = stats.get(), stats.get()
-    pipe.send(([t.tolist() for t in first], second))
 
 
 def test_an_unrelated_process_reads_by_name_what_was_written():
@@ -76,11 +71,6 @@ def test_weights_by_number_are_refused_by_the_number():
         with pytest.raises(ConfigError, match=r"key 0 \(expected names\)"):
             transport.write_weights({0: _state(1.0)})
         assert transport.version == 0
-
-
-def test_weights_of_no_worker_are_refused():
-    with pytest.raises(ConfigError, match="initial weights: 0 "):
-        UniLabShmTransport({})
 
 
 class OfADevice(torch.Tensor):
@@ -213,63 +203,6 @@ def test_a_closed_transport_refuses_use_and_closes_again():
         transport.read_weights_into(_state(1.0))
 
 
-def test_statistics_are_got_once_each_and_the_latest_first():
-    with SharedObsNormStats(2) as stats:
-        assert stats.get() is None
-        for value in range(100):  # nobody reads, nothing blocks
-            stats.put((torch.full((2,), float(value)), torch.ones(2)))
-        assert stats.version == 100
-        with spawned(_get_stats, stats) as (_, pipe):
-            assert receive(pipe) == ([[99.0, 99.0], [1.0, 1.0]], None)
-        mean, _ = stats.get()
-        assert mean.tolist() == [99.0, 99.0]
-        assert stats.get() is None
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.0, True, (3, 0)])
-def test_statistics_of_no_size_are_refused(size):
-    with pytest.raises(ConfigError, match="size of observations"):
-        SharedObsNormStats(size)
-
-
-def test_statistics_are_put_as_arrays_too():
-    stats = SharedObsNormStats(2)
-
-    stats.put((np.array([1.0, 2.0]), np.array([3, 4], dtype=np.float32)))
-
-    assert [t.tolist() for t in stats.get()] == [[1.0, 2.0], [3.0, 4.0]]
-    assert copy.copy(stats).get() is not None  # what one process has got is new to another
-    stats.close()
-    with pytest.raises(SegmentClosedError):
-        stats.get()
-
-
-@pytest.mark.parametrize("stats", [None, (torch.zeros(2),), (torch.zeros(2), "a")])
-def test_statistics_that_are_no_two_tensors_are_refused_and_the_last_stay(stats):
-    with SharedObsNormStats(2) as shared:
-        shared.put((torch.zeros(2), torch.ones(2)))
-        with pytest.raises(LayoutError, match=r"^statistics: .* \(expected a mean and"):
-            shared.put(stats)
-        assert shared.version == 1
-
-
-def test_statistics_have_the_shape_that_they_are_given():
-    with SharedObsNormStats((2, 3)) as stats:
-        stats.put((torch.zeros(2, 3), torch.ones(2, 3)))
-        assert [t.shape for t in stats.get()] == [(2, 3), (2, 3)]
-
-
-def test_statistics_are_attached_by_name_and_refuse_another_size():
-    with (
-        SharedObsNormStats(2, name=_name()) as stats,
-        SharedObsNormStats.attach(stats.name, 2) as other,
-    ):
-        stats.put((torch.zeros(2), torch.ones(2)))
-        assert other.get() is not None
-        with pytest.raises(LayoutShapeError):
-            stats.put((torch.zeros(3), torch.ones(3)))
-
-
 class _Expanded(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -308,9 +241,13 @@ def test_workers_may_be_numbers_of_numpy_and_are_refused_where_they_are_none():
                 transport.send_weights(_state(3.0), ids)
 
 
-def test_workers_are_numbered_from_zero():
-    with pytest.raises(ConfigError, match=r"a worker .* -1 \(expected"):
-        UniLabShmTransport({-1: _state(0.0), 0: _state(0.0)})
+@pytest.mark.parametrize(
+    ("initial", "message"),
+    [({}, "initial weights: 0 "), ({-1: SHAPES, 0: SHAPES}, r"a worker .* -1 \(expected")],
+)
+def test_there_is_a_worker_and_they_are_numbered_from_zero(initial, message):
+    with pytest.raises(ConfigError, match=message):
+        UniLabShmTransport(initial)
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
