@@ -5,6 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.support.quick import four_pendulums, pendulum
 from torchrl_unilab.errors import CheckpointError, ConfigError
@@ -58,3 +61,12 @@ def test_a_run_is_the_same_on_another_machine(name, tmp_path):
     check_run(saved, {name: 2, "gamma": 0.9}, "cannot resume", {name: 3})
     with pytest.raises(ConfigError, match=r"is of a run with \{'gamma': 0.9\} \(expected"):
         check_run(saved, {name: 2, "gamma": 0.5}, "cannot resume")
+
+
+def test_a_policy_is_loaded_without_its_environment(run_dir):
+    policy = load_policy(run_dir)
+    seen = TensorDict(observation=torch.zeros(3, 4))
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        one, other = (policy(seen.copy())["action"] for _ in range(2))
+    assert one.shape == (3, 1)
+    assert torch.equal(one, other)

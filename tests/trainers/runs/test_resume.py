@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
-from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.support.checkpoints import contents, differences, tree
 from tests.support.processes import live_children
 from tests.support.quick import FRAMES, INTERVAL, OFF_POLICY, QUIET
-from torchrl_unilab.cli import main
 from torchrl_unilab.configs.file import as_yaml, read_config
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, RunCompleteError, WorkerError
@@ -26,7 +23,6 @@ from torchrl_unilab.trainers import (
     OffPolicyConfig,
     PublishWeights,
     evaluate_run,
-    load_policy,
     resume_run,
     train_appo,
     train_off_policy,
@@ -296,58 +292,6 @@ def test_a_run_on_a_gpu_resumes_on_a_cpu_if_asked_to(of_a_gpu):
     assert resume_run(of_a_gpu, **more)["resumed"] == [frames, 2 * frames]
 
 
-def test_the_command_line_resumes_the_run_it_is_given_and_refuses_another(
-    run_dir, tmp_path, capsys
-):
-    resume = ["--resume", "--run-dir", str(run_dir), "--no-progress", "--eval-episodes", "1"]
-    before = tree(run_dir)
-    assert main(["train", "td3", *resume]) == 2
-    assert main(["train", "sac", *resume, "--gamma", "0.5"]) == 2
-    assert main(["train", "sac", *resume, "--seed", "5"]) == 2
-    assert main(["train", "sac", "--resume", "--run-dir", str(tmp_path / "none")]) == 2
-    assert main(["train", "sac", "--run-dir", str(tmp_path / "none")]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 5
-    assert all(line.startswith("error: ") for line in errors)
-    assert tree(run_dir) == before
-    assert not (tmp_path / "none").exists()
-    more = ["--env", "InvertedPendulum-v5", "--frames", str(FRAMES + 64)]
-    assert main(["train", "sac", *resume, *more, "--checkpoint-interval", "32"]) == 0
-    assert f"{FRAMES + 64} frames" in capsys.readouterr().out
-    assert RunCheckpoints(run_dir / "checkpoint").newest().interval == 32
-
-
-def test_a_run_without_a_checkpoint_is_not_replaced_by_another_one(tmp_path, capsys):
-    begun = tmp_path / "run" / "config.yaml"
-    begun.parent.mkdir()
-    begun.write_text("algo: appo\nenv: Hopper-v5\nseed: 3\n")
-    command = ["train", "appo", "--env", "HalfCheetah-v5", "--frames", "300000", "--resume"]
-    assert main([*command, "--run-dir", str(begun.parent)]) == 2
-    said = capsys.readouterr().err
-    assert "it is of a run with {'env': 'Hopper-v5', 'algo': 'appo', 'seed': 3} (expected" in said
-    assert [*begun.parent.iterdir()] == [begun]
-    assert begun.read_text().startswith("algo: appo\nenv: Hopper-v5")
-
-
-def test_a_file_of_settings_counts_for_a_resumed_run_as_flags_do(run_dir, tmp_path, capsys):
-    resume = ["train", "sac", "--resume", "--run-dir", str(run_dir), "--no-progress"]
-    file, said = tmp_path / "other.yaml", read_config(run_dir / "config.yaml")
-    file.write_text(as_yaml({**said, "gamma": 0.5}))
-    assert main([*resume, "--config", str(file)]) == 2
-    assert "{'gamma': 0.99}" in capsys.readouterr().err
-    file.write_text(as_yaml({**said, "frames": FRAMES + 32}))
-    assert main([*resume, "--config", str(file)]) == 0
-    assert read_config(run_dir / "config.yaml")["frames"] == FRAMES + 32
-
-
-def test_a_run_to_resume_is_not_trained_in_place_of_printing_it(run_dir, capsys):
-    resume = ["train", "sac", "--resume", "--run-dir", str(run_dir), "--frames", str(2 * FRAMES)]
-    before = tree(run_dir)
-    assert main([*resume, "--print-config"]) == 2
-    assert f"It is in {run_dir}/config.yaml" in capsys.readouterr().err
-    assert tree(run_dir) == before
-
-
 def test_none_switches_off_what_a_run_did_before(run_dir):
     file = run_dir / "config.yaml"
     file.write_text(file.read_text().replace("eval_interval: null\n", "eval_interval: 64\n"))
@@ -369,15 +313,6 @@ def test_a_damaged_config_is_named_once(run_dir):
     ) as caught:
         evaluate_run(run_dir, episodes=1)
     assert str(caught.value).count("expected") == 1
-
-
-def test_a_policy_is_loaded_without_its_environment(run_dir):
-    policy = load_policy(run_dir)
-    seen = TensorDict(observation=torch.zeros(3, 4))
-    with set_exploration_type(ExplorationType.DETERMINISTIC):
-        one, other = (policy(seen.copy())["action"] for _ in range(2))
-    assert one.shape == (3, 1)
-    assert torch.equal(one, other)
 
 
 def test_a_run_that_was_killed_after_its_last_checkpoint_is_ended_by_resuming_it(run_dir):
