@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from tensordict import TensorDict
 from torchrl.collectors import Collector
 
 from tests.support.bounds import DEADLINE
+from tests.support.collecting import VERSION
 from tests.support.nodes import mailbox_process
 from tests.support.processes import has_ended, wait_for
 from torchrl_unilab.collectors import APPOCollector
@@ -31,7 +33,6 @@ from torchrl_unilab.weight_update.module_weights import named_tensors
 pytestmark = pytest.mark.usefixtures("ray_alone")
 
 FIRST = 5
-VERSION = ("next", "policy_version")
 
 
 def make_policy(value: float) -> Any:
@@ -43,34 +44,52 @@ def make_policy(value: float) -> Any:
 
 
 @pytest.fixture
-def learner() -> Iterator[tuple[UniLabRayScheme, Any]]:
-    """A scheme that has posted a policy of ones as version `FIRST`, and the policy."""
+def scheme() -> Iterator[UniLabRayScheme]:
+    """The learner's scheme, which has posted a policy of ones as version `FIRST`."""
     scheme, policy = UniLabRayScheme(first_version=FIRST), make_policy(1.0)
     scheme.init_on_sender(model_id="policy", model=policy, remote_collectors=[None])
-    yield scheme, policy
+    yield scheme
     scheme.shutdown()
 
 
+create_env = partial(MujocoBatchEnv, "Hopper-v5", 2, num_threads=1)
+
+
+def make_collector(own: Any, policy: Any = None, **settings: Any) -> APPOCollector:
+    """A node's collector, whose own policy has other weights than the learner's."""
+    schemes = {"weight_sync_schemes": {"policy": own}}
+    policy = make_policy(0.0) if policy is None else policy
+    return APPOCollector(create_env, policy, frames_per_batch=8, **schemes, **settings)
+
+
 @pytest.fixture
-def node(learner) -> Iterator[APPOCollector]:
-    """The collector of a node, whose own policy has other weights."""
-    collector = APPOCollector(
-        partial(MujocoBatchEnv, "Hopper-v5", 2, num_threads=1),
-        make_policy(0.0),
-        frames_per_batch=8,
-        weight_sync_schemes={"policy": pickle.loads(pickle.dumps(learner[0].node()))},  # as sent
-        worker_idx=0,
-    )
+def node(scheme) -> Iterator[APPOCollector]:
+    """The collector of a node."""
+    collector = make_collector(pickle.loads(pickle.dumps(scheme.node())), worker_idx=0)
     yield collector
     collector.shutdown()
+
+
+@pytest.fixture
+def connected(scheme, node) -> UniLabRayScheme:
+    """The learner's scheme, whose first version the node's worker acts with."""
+    scheme.connect()
+    scheme.wait_applied(timeout=DEADLINE)
+    return scheme
+
+
+def follow(node: APPOCollector, version: int) -> None:
+    """Collect until all steps are of a version."""
+    rollouts = iter(node)
+    while versions(rollouts) != [version]:
+        pass
 
 
 def versions(rollouts: Iterator[Any]) -> list[int]:
     return next(rollouts)[VERSION].unique().tolist()
 
 
-def test_workers_act_with_the_learners_versions_under_the_learners_numbers(learner, node):
-    scheme, policy = learner
+def test_workers_act_with_the_learners_versions_under_the_learners_numbers(scheme, node):
     scheme.connect()
     rollouts = iter(node)
     first = next(rollouts)
@@ -78,9 +97,7 @@ def test_workers_act_with_the_learners_versions_under_the_learners_numbers(learn
     assert first["loc"].min() > 0  # of ones, not of the node's zeros
     scheme.wait_applied(timeout=DEADLINE)
 
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.zero_()
+    scheme.model.load_state_dict(make_policy(0.0).state_dict())
     scheme.send()
     scheme.send()
     while (found := next(rollouts))[VERSION].max() < FIRST + 2:
@@ -92,45 +109,34 @@ def test_workers_act_with_the_learners_versions_under_the_learners_numbers(learn
     assert scheme.lag == {(0, 0): 0}
 
 
-def test_workers_that_do_not_collect_are_named(learner, node):
-    scheme, _ = learner
-    scheme.connect()
-    scheme.wait_applied(timeout=DEADLINE)
-    scheme.send()
+def test_workers_that_do_not_collect_are_named(connected):
+    connected.send()
     with pytest.raises(WaitTimeoutError, match="node 0 worker 0 at 5"):
-        scheme.wait_applied(timeout=0.1)
-    assert scheme.lag == {(0, 0): 1}
+        connected.wait_applied(timeout=0.1)
+    assert connected.lag == {(0, 0): 1}
 
 
 @pytest.mark.parametrize(
     ("reports", "said"),
     [({}, "node 0 has not reported"), ({0: {0: None}}, "node 0 worker 0 at None")],
 )
-def test_a_node_that_has_not_reported_a_version_is_behind(learner, reports, said):
-    scheme, _ = learner
+def test_a_node_that_has_not_reported_a_version_is_behind(scheme, reports, said):
     scheme._last_reports = reports
     with pytest.raises(WaitTimeoutError, match=said):
         scheme.wait_applied(timeout=0.1)
     assert scheme.lag == ({(0, 0): None} if reports else {})
 
 
-def test_a_mailbox_that_is_lost_has_the_next_version(learner, node):
-    import ray
-
-    scheme, _ = learner
-    scheme.connect()
-    scheme.wait_applied(FIRST, DEADLINE)
-    ray.kill(scheme._mailbox, no_restart=False)
+def test_a_mailbox_that_is_lost_has_the_next_version(connected, node):
+    load_ray().kill(connected._mailbox, no_restart=False)
     rollouts = iter(node)
     while versions(rollouts) == [FIRST]:
-        scheme.send()
+        connected.send()
     assert node.scheme.version > FIRST
 
 
-def test_a_mailbox_that_is_lost_gets_the_newest_version_back(learner):
-    import ray
-
-    scheme, _ = learner
+def test_a_mailbox_that_is_lost_gets_the_newest_version_back(scheme):
+    ray = load_ray()
     scheme.send()
     lost, letters = mailbox_process(scheme), []
     ray.kill(scheme._mailbox, no_restart=False)
@@ -147,35 +153,26 @@ def test_a_mailbox_that_is_lost_gets_the_newest_version_back(learner):
     assert letters[-1].version == scheme.version == FIRST + 1
 
 
-def test_what_nodes_reported_before_their_mailbox_was_lost_still_counts(learner):
-    scheme, _ = learner
+def test_what_nodes_reported_before_their_mailbox_was_lost_still_counts(scheme):
     scheme._last_reports = {0: {0: FIRST}}  # the mailbox of now has none
     assert scheme.applied_versions == {(0, 0): FIRST}
 
 
-def test_a_mailbox_that_is_stopped_holds_up_no_publish_and_then_has_the_newest(learner, node):
-    import ray
-
-    scheme, _ = learner
-    scheme.connect()
-    scheme.wait_applied(FIRST, DEADLINE)
-    mailbox = mailbox_process(scheme)
+def test_a_mailbox_that_is_stopped_holds_up_no_publish_and_then_has_the_newest(connected, node):
+    mailbox = mailbox_process(connected)
     mailbox.suspend()
     try:
-        while scheme.skipped < 3:
-            scheme.send()
-        assert scheme.applied_versions == {(0, 0): FIRST}  # as last reported
+        while connected.skipped < 3:
+            connected.send()
+        assert connected.applied_versions == {(0, 0): FIRST}  # as last reported
     finally:
         mailbox.resume()
-    rollouts = iter(node)
-    while versions(rollouts) != [scheme.version]:
-        pass
-    assert node.scheme.version == scheme.version
-    assert ray.is_initialized()
+    follow(node, connected.version)
+    assert node.scheme.version == connected.version
+    assert load_ray().is_initialized()
 
 
-def test_an_interrupted_publish_uses_its_version_up(learner, node, monkeypatch):
-    scheme, _ = learner
+def test_an_interrupted_publish_uses_its_version_up(scheme, node, monkeypatch):
     scheme.connect()
 
     def interrupt(_: Any) -> None:
@@ -190,27 +187,19 @@ def test_an_interrupted_publish_uses_its_version_up(learner, node, monkeypatch):
     assert scheme.version == FIRST + 2
 
 
-def test_each_publish_of_several_threads_has_a_version_of_its_own(learner):
-    scheme, _ = learner
+def test_each_publish_of_several_threads_has_a_version_of_its_own(scheme, monkeypatch):
     posted = []
     mailbox = Mock(**{"post.remote.side_effect": lambda letter: posted.append(letter.version)})
-    scheme._mailbox, mailbox = mailbox, scheme._mailbox
-    try:
-        threads = [threading.Thread(target=scheme.send) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        scheme._mailbox = mailbox
+    with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
+        patch.setattr(scheme, "_mailbox", mailbox)
+        wait([pool.submit(scheme.send) for _ in range(8)])
     assert {*range(FIRST + 1, FIRST + 9)} <= {*posted}
     assert scheme.version == FIRST + 8
 
 
 def test_a_scheme_that_another_thread_shuts_down_in_mid_publish_fails_with_the_next(
-    learner, monkeypatch
+    scheme, monkeypatch
 ):
-    scheme, _ = learner
 
     def shut_down(weights: Any) -> dict[str, torch.Tensor]:
         scheme.shutdown()
@@ -222,8 +211,7 @@ def test_a_scheme_that_another_thread_shuts_down_in_mid_publish_fails_with_the_n
         scheme.send()
 
 
-def test_weights_may_take_long_to_come(learner, monkeypatch):
-    scheme, _ = learner
+def test_weights_may_take_long_to_come(scheme, monkeypatch):
     ray, waits = load_ray(), []
 
     def late(letters: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
@@ -260,7 +248,7 @@ def test_a_node_is_disconnected_though_its_call_of_the_mailbox_never_returns(nod
     assert not thread.is_alive()
 
 
-def test_a_node_polls_soon_after_a_version_and_then_less_and_less_often(learner, node, monkeypatch):
+def test_a_node_polls_soon_after_a_version_and_then_less_and_less_often(scheme, node, monkeypatch):
     poll, polls = node.scheme._poll, list[tuple[int, float]]()
 
     def noted(after: int, seconds: float, *report: Any) -> Any:
@@ -268,7 +256,7 @@ def test_a_node_polls_soon_after_a_version_and_then_less_and_less_often(learner,
         return poll(after, seconds, *report)
 
     monkeypatch.setattr(node.scheme, "_poll", noted)
-    learner[0].send()
+    scheme.send()
     wait_for(lambda: polls[-1:] == [(FIRST + 1, POLL_SECONDS)])
     waits = [seconds for after, seconds in polls if after == FIRST + 1]
     assert waits == sorted(waits)
@@ -280,7 +268,7 @@ def test_a_node_publishes_nothing_of_its_own(node):
         node.update_policy_weights_()
 
 
-def test_weights_without_extra_state_keep_the_models(learner):
+def test_weights_without_extra_state_keep_the_models(scheme):
     class Counts(torch.nn.Linear):
         def get_extra_state(self) -> dict[str, int]:
             return {"count": 3}
@@ -298,70 +286,58 @@ def test_weights_without_extra_state_keep_the_models(learner):
     scheme.shutdown()
 
 
-def test_a_collector_without_workers_is_refused(learner):
+def test_a_collector_without_workers_is_refused(scheme):
     with pytest.raises(ConfigError, match="collector_class: Collector"):
         Collector(
-            MujocoBatchEnv("Hopper-v5", 2, num_threads=1),
+            create_env(),
             make_policy(0.0),
             frames_per_batch=8,
-            weight_sync_schemes={"policy": learner[0].node()},
+            weight_sync_schemes={"policy": scheme.node()},
             auto_register_policy_transforms=False,
         )
 
 
-@pytest.mark.parametrize("policy", [partial(make_policy, 1.0), 3])
-def test_what_is_no_policy_is_refused_at_once(policy):
-    with pytest.raises(ConfigError, match=r"policy: \w+ \(expected Module\)"):
-        UniLabRayScheme(policy)
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"policy": partial(make_policy, 1.0)}, r"policy: .*\(expected Module\)"),
+        ({"policy": 3}, r"policy: .*\(expected Module\)"),
+        ({"first_version": -1}, "first_version"),
+    ],
+)
+def test_what_is_no_policy_or_version_is_refused_at_once(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        UniLabRayScheme(**setting)
 
 
-def test_other_weights_are_refused_before_anything_is_posted(learner):
-    scheme, policy = learner
-    weights = named_tensors(policy)
+def test_other_weights_are_refused_before_anything_is_posted(scheme):
+    weights = named_tensors(scheme.model)
     weights.popitem()
     with pytest.raises(LayoutKeyError):
         scheme.send(weights)
     assert scheme.version == FIRST
 
 
-def test_collectors_that_do_not_follow_the_mailbox_are_named(learner, monkeypatch):
+def test_collectors_that_do_not_follow_the_mailbox_are_named(scheme, monkeypatch):
     monkeypatch.setattr("torchrl_unilab.distributed.scheme._FOLLOW_SECONDS", 0.2)
     with pytest.raises(ConfigError, match=r"collectors \[0\].*scheme.node\(\)"):
-        learner[0].connect()
+        scheme.connect()
 
 
-def test_a_node_of_another_policy_is_refused(learner):
+def test_a_node_of_another_policy_is_refused(scheme):
     with pytest.raises(LayoutKeyError):
-        APPOCollector(
-            partial(MujocoBatchEnv, "Hopper-v5", 2, num_threads=1),
-            make_actor(11, 3, hidden=(8,)),
-            frames_per_batch=8,
-            weight_sync_schemes={"policy": learner[0].node()},
-            inline=True,
-        )
+        make_collector(scheme.node(), make_actor(11, 3, hidden=(8,)), inline=True)
 
 
 def test_the_learners_scheme_in_place_of_its_node_is_refused_with_the_way_out():
     with pytest.raises(ConfigError, match=r"UniLabRayScheme's node\(\)\.$"):
-        APPOCollector(
-            partial(MujocoBatchEnv, "Hopper-v5", 2, num_threads=1),
-            make_policy(0.0),
-            frames_per_batch=8,
-            weight_sync_schemes={"policy": UniLabRayScheme()},
-            inline=True,
-        )
+        make_collector(UniLabRayScheme(), inline=True)
 
 
 def test_a_node_without_a_learner_says_what_is_missing(monkeypatch):
     monkeypatch.setattr("torchrl_unilab.distributed.node.FIRST_SECONDS", 0.1)
     with pytest.raises(WaitTimeoutError, match="weight_sync_schemes"):
-        APPOCollector(
-            partial(MujocoBatchEnv, "Hopper-v5", 2, num_threads=1),
-            make_policy(0.0),
-            frames_per_batch=8,
-            weight_sync_schemes={"policy": UniLabRayScheme().node()},
-            inline=True,
-        )
+        make_collector(UniLabRayScheme().node(), inline=True)
 
 
 @pytest.mark.parametrize("given", [{"model": None, "remote_collectors": []}, {"model": 1}])
@@ -370,17 +346,13 @@ def test_a_scheme_without_a_ray_collector_or_its_policy_is_refused(given):
         UniLabRayScheme().init_on_sender(model_id="policy", **given)
 
 
-def test_a_second_collector_is_refused_and_the_first_continues(learner, node):
-    scheme, _ = learner
-    scheme.connect()
+def test_a_second_collector_is_refused_and_the_first_continues(connected, node):
     other = {"model": torch.nn.Linear(2, 2), "remote_collectors": [None] * 2}
     with pytest.raises(UsageError, match=r"serves one collector\)\. Give each its own"):
-        scheme.init_on_sender(model_id="other", **other)
-    scheme.send()
-    rollouts = iter(node)
-    while versions(rollouts) != [FIRST + 1]:
-        pass
-    scheme.wait_applied(timeout=DEADLINE)
+        connected.init_on_sender(model_id="other", **other)
+    connected.send()
+    follow(node, FIRST + 1)
+    connected.wait_applied(timeout=DEADLINE)
 
 
 def test_a_scheme_without_references_leaves_no_mailbox_and_no_thread():
@@ -402,8 +374,7 @@ def test_a_scheme_without_references_leaves_no_mailbox_and_no_thread():
     wait_for(lambda: name not in list_named_actors())
 
 
-def test_a_scheme_that_is_shut_down_in_its_own_thread_ends_that(learner, monkeypatch):
-    scheme, _ = learner
+def test_a_scheme_that_is_shut_down_in_its_own_thread_ends_that(scheme, monkeypatch):
     thread = scheme._thread  # which may hold the last reference
     monkeypatch.setattr(scheme, "_repost", scheme.shutdown)
     thread.join(DEADLINE)
@@ -411,8 +382,7 @@ def test_a_scheme_that_is_shut_down_in_its_own_thread_ends_that(learner, monkeyp
     assert scheme._mailbox is None
 
 
-def test_a_copy_of_a_scheme_ends_nothing(learner):
-    scheme, _ = learner
+def test_a_copy_of_a_scheme_ends_nothing(scheme):
     pickle.loads(pickle.dumps(scheme)).shutdown()
     assert mailbox_process(scheme).is_running()
     scheme.send()
@@ -427,13 +397,7 @@ def test_a_node_waits_for_a_mailbox_that_is_about_to_be_opened(monkeypatch):
     scheme.shutdown()
 
 
-def test_versions_do_not_begin_below_zero():
-    with pytest.raises(ConfigError, match="first_version"):
-        UniLabRayScheme(first_version=-1)
-
-
-def test_a_scheme_that_is_shut_down_sends_nothing(learner):
-    scheme, _ = learner
+def test_a_scheme_that_is_shut_down_sends_nothing(scheme):
     scheme.shutdown()
     scheme.shutdown()
     with pytest.raises(UsageError, match="no mailbox"):

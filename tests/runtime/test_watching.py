@@ -61,9 +61,7 @@ def test_a_request_without_a_deadline_waits_for_room_in_the_pipe(pair, monkeypat
 
 
 def test_the_last_words_of_a_worker_are_found_behind_unread_answers(pair):
-    pair.send(
-        0, "answer at length", 100_000
-    )  # fits the pipe, and no one reading
+    pair.send(0, "answer at length", 100_000)  # fits the pipe, and no one reading
     pair.send(0, "raise", "no such thing")
     assert wait_readable([pair._workers[0].process.sentinel], DEADLINE)
     with pytest.raises(WorkerError, match=r"server 0, .*failed:\n(.|\n)*no such thing"):
