@@ -176,6 +176,18 @@ def test_a_ring_larger_than_the_memory_is_refused_and_leaves_nothing(descriptors
 # Writers
 
 
+def test_a_slot_that_is_being_filled_again_brings_its_writer_before_no_other():
+    with make_ring(elements=2, slots=2, writers=2) as ring, attach(ring) as other:
+        ring.become_writer(0)
+        other.become_writer(1)
+        assert write(ring)
+        assert read(ring) == (0, 1)
+        assert write(other)
+        assert write(ring)
+        ring.claim()  # the slot that was read
+        assert [read(ring), read(ring)] == [(1, 1), (0, 2)]
+
+
 @pytest.mark.parametrize("writer", [-1, 2, 1.0, True])
 def test_an_unknown_writer_is_refused(writer):
     with make_ring(writers=2) as ring:

@@ -14,6 +14,7 @@ import threading
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -28,9 +29,8 @@ from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.segment import SharedSegment, named_directory
 
-NAMES = pytest.mark.parametrize(
-    "name", [None, f"unilab-test-{os.getpid()}"], ids=["anonymous", "named"]
-)
+NAME = f"unilab-test-{os.getpid()}"
+NAMES = pytest.mark.parametrize("name", [None, NAME], ids=["anonymous", "named"])
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_a_spawned_process_shares_the_bytes_but_does_not_own_them(name):
 
 
 def test_a_named_segment_is_attached_by_name_and_unlinked_by_its_creator_alone(tmp_path):
-    segment = SharedSegment(64, name=f"unilab-test-{os.getpid()}")
+    segment = SharedSegment(64, name=NAME)
     path = named_directory() / segment.name
     attached = SharedSegment.attach(segment.name)
     attached.buffer[3] = 9
@@ -111,21 +111,19 @@ def _attached_again(segment: SharedSegment) -> SharedSegment:
 
 
 def test_a_named_segment_is_attached_again_and_again_by_one_descriptor():
-    name = f"unilab-test-{os.getpid()}"
-    with SharedSegment(64, name=name) as segment:
+    with SharedSegment(64, name=NAME) as segment:
         before = psutil.Process().num_fds()
         for _ in range(3):
-            with SharedSegment.attach(name) as again:
+            with SharedSegment.attach(NAME) as again:
                 again.buffer[0] += 1
         assert psutil.Process().num_fds() == before
         assert segment.buffer[0] == 3
 
 
 def test_a_segment_that_has_the_name_of_one_that_is_gone_is_another():
-    name = f"unilab-test-{os.getpid()}"
-    with SharedSegment(64, name=name) as gone:
-        (named_directory() / name).unlink()
-        with SharedSegment(64, name=name), SharedSegment.attach(name) as other:
+    with SharedSegment(64, name=NAME) as gone:
+        (named_directory() / NAME).unlink()
+        with SharedSegment(64, name=NAME), SharedSegment.attach(NAME) as other:
             other.buffer[0] = 1
         assert gone.buffer[0] == 0
 
@@ -145,7 +143,7 @@ def test_attaching_an_unknown_name_says_so():
     ids=["empty", "link", "fifo"],
 )
 def test_what_no_creator_made_is_not_attached_and_no_descriptor_is_lost(make, message):
-    path = named_directory() / f"unilab-test-{os.getpid()}"
+    path = named_directory() / NAME
     make(path)
     try:
         before = psutil.Process().num_fds()
@@ -158,13 +156,12 @@ def test_what_no_creator_made_is_not_attached_and_no_descriptor_is_lost(make, me
 
 
 def test_a_taken_name_is_refused():
-    name = f"unilab-test-{os.getpid()}"
-    with SharedSegment(64, name=name), pytest.raises(SegmentError, match="is taken"):
-        SharedSegment(64, name=name)
+    with SharedSegment(64, name=NAME), pytest.raises(SegmentError, match="is taken"):
+        SharedSegment(64, name=NAME)
 
 
 def test_a_segment_of_another_user_is_refused(monkeypatch):
-    with SharedSegment(64, name=f"unilab-test-{os.getpid()}") as segment:
+    with SharedSegment(64, name=NAME) as segment:
         before = psutil.Process().num_fds()
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         with pytest.raises(SegmentError, match=rf"owned by user {os.getuid()} \(expected user"):
@@ -187,7 +184,7 @@ def test_a_name_with_separators_is_refused(name):
 
 def test_a_name_is_gone_wherever_a_close_was_interrupted_once_it_is_repeated():
     for nth in range(1, 1000):
-        segment = SharedSegment(100, name=f"unilab-test-{os.getpid()}")
+        segment = SharedSegment(100, name=NAME)
         interrupted = Bytecodes(nth, [segment_module]).interrupts(segment.close)
         segment.close()
         assert not (named_directory() / segment.name).exists()
@@ -235,16 +232,25 @@ def test_the_room_of_a_named_segment_is_that_of_its_mount(monkeypatch, tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are reserved on Linux")
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM])
-def test_a_mount_that_fills_up_meanwhile_leaves_nothing(code, monkeypatch, tmp_path):
-    def full(*_):
-        raise OSError(code, "no space")
-
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError(errno.ENOSPC, "no space"), SegmentSpaceError),
+        (OSError(errno.ENOMEM, "no space"), SegmentSpaceError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+    ids=["full", "no memory", "interrupt"],
+)
+def test_an_error_or_interrupt_while_pages_are_taken_leaves_nothing(
+    error, raised, monkeypatch, tmp_path
+):
     monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(SegmentSpaceError) as refused:
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=error))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(raised) as refused:
         SharedSegment(1024, name="unilab-test")
     assert list(tmp_path.iterdir()) == [], refused.traceback  # though the error is kept
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_limit_of_file_sizes_is_named():
@@ -260,7 +266,7 @@ def test_a_limit_of_file_sizes_is_named():
 def test_a_limit_of_the_address_space_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))  # a mount may be as small
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    with SharedSegment(1 << 26, name=f"unilab-test-{os.getpid()}") as segment:
+    with SharedSegment(1 << 26, name=NAME) as segment:
         held = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 25), limits[1]))
         try:
@@ -279,30 +285,13 @@ def test_a_creator_leaves_a_file_that_took_the_name_meanwhile(monkeypatch, tmp_p
     assert (tmp_path / "unilab-test").read_bytes() == b"of another"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="pages are reserved on Linux")
-def test_an_interrupt_while_pages_are_taken_leaves_nothing(monkeypatch, tmp_path):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
-    monkeypatch.setattr(os, "posix_fallocate", interrupted)
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(KeyboardInterrupt):
-        SharedSegment(1024, name="unilab-test")
-    assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_an_interrupt_while_a_segment_is_attached_again_leaves_the_first_as_it_was(
     monkeypatch, tmp_path
 ):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
     monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
     with SharedSegment(1024, name="unilab-test") as segment:
         with monkeypatch.context() as patch:
-            patch.setattr(segment_module, "_map_file", interrupted)
+            patch.setattr(segment_module, "_map_file", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 SharedSegment.attach("unilab-test")
         assert os.fstat(segment.descriptor).st_size == 1024
@@ -318,14 +307,13 @@ _KEPT: list[SharedSegment] = []
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_worker_that_ends_in_order_leaves_no_named_segment(method):
-    name = f"unilab-test-{os.getpid()}"
     context = multiprocessing.get_context(method)
-    worker = context.Process(target=_create_and_keep, args=(name,))
+    worker = context.Process(target=_create_and_keep, args=(NAME,))
     worker.start()
     worker.join(DEADLINE)
 
     assert worker.exitcode == 0
-    assert not (named_directory() / name).exists()
+    assert not (named_directory() / NAME).exists()
 
 
 def test_a_killed_creator_leaves_no_segment():

@@ -36,6 +36,8 @@ from torchrl_unilab.shm.liveness import this_process
 from torchrl_unilab.shm.segment import named_directory
 from torchrl_unilab.shm.seqlock import ReaderState, Snapshot
 
+NAME = f"unilab-test-{os.getpid()}"
+
 
 def _filled(value: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((5,), float(value)), "n": torch.tensor(value)}
@@ -85,7 +87,7 @@ def test_each_dtype_and_shape_arrives_bit_for_bit():
         assert all(torch.equal(values[key], tensors[key]) for key in tensors)
 
 
-@pytest.mark.parametrize("name", [None, f"unilab-test-{os.getpid()}"], ids=["anonymous", "named"])
+@pytest.mark.parametrize("name", [None, NAME], ids=["anonymous", "named"])
 def test_a_spawned_reader_gets_the_newest_version(name):
     with SnapshotCell(_filled(0), name=name) as cell:
         for value in (1, 2, 3, 4):
@@ -159,7 +161,7 @@ def test_another_process_publishes_once_the_writer_has_closed():
 
 
 def test_an_attachment_publishes_no_more_once_another_was_closed_and_a_process_writes():
-    with SnapshotCell(_filled(0), name=f"unilab-test-{os.getpid()}") as cell:
+    with SnapshotCell(_filled(0), name=NAME) as cell:
         with SnapshotCell.attach(cell.name, cell.layout) as other:
             _publish(other, 1)
             _publish(cell, 2)
@@ -171,7 +173,7 @@ def test_an_attachment_publishes_no_more_once_another_was_closed_and_a_process_w
 
 
 def test_an_attachment_that_is_closed_leaves_the_process_that_has_come_to_write():
-    with SnapshotCell(_filled(0), name=f"unilab-test-{os.getpid()}") as cell:
+    with SnapshotCell(_filled(0), name=NAME) as cell:
         attached = [SnapshotCell.attach(cell.name, cell.layout) for _ in range(2)]
         for value, one in enumerate(attached, 1):
             _publish(one, value)
@@ -184,9 +186,8 @@ def test_an_attachment_that_is_closed_leaves_the_process_that_has_come_to_write(
 
 
 def test_a_publish_that_has_begun_is_refused_if_another_process_comes_to_write_before_it_writes():
-    name = f"unilab-test-{os.getpid()}"
-    with SnapshotCell(_filled(0), name=name) as cell, contextlib.ExitStack() as stack:
-        other = SnapshotCell.attach(name, cell.layout)
+    with SnapshotCell(_filled(0), name=NAME) as cell, contextlib.ExitStack() as stack:
+        other = SnapshotCell.attach(NAME, cell.layout)
         _publish(other, 1)
         _publish(cell, 2)
 
@@ -206,7 +207,7 @@ def test_a_publish_that_has_begun_is_refused_if_another_process_comes_to_write_b
 
 @pytest.mark.parametrize("extra", [-64, 64])
 def test_a_named_cell_of_another_size_than_its_layouts_is_refused(extra):
-    with SnapshotCell(_filled(0), name=f"unilab-test-{os.getpid()}") as cell:
+    with SnapshotCell(_filled(0), name=NAME) as cell:
         path = named_directory() / cell.name
         os.truncate(path, path.stat().st_size + extra)
         with pytest.raises(LayoutError, match=r"\d+ bytes \(expected \d+"):
@@ -296,24 +297,20 @@ def test_a_closed_cell_holds_no_shared_memory():
 
 
 def test_a_cell_is_attached_by_name_only_with_its_own_layout():
-    name = f"unilab-test-{os.getpid()}"
     layout = BlockLayout.of(_filled(0))
-    with SnapshotCell(_filled(3), name=name, slots=4) as cell:
-        attached = SnapshotCell.attach(name, layout)
+    with SnapshotCell(_filled(3), name=NAME, slots=4) as cell:
+        attached = SnapshotCell.attach(NAME, layout)
         _publish(cell, 8)
         assert read(attached)[1]["n"].item() == 8
         attached.close()
         with pytest.raises(LayoutError, match="expected"):
-            SnapshotCell.attach(name, BlockLayout.of({"w": torch.zeros(1)}))
+            SnapshotCell.attach(NAME, BlockLayout.of({"w": torch.zeros(1)}))
 
 
 def test_a_foreign_segment_is_not_taken_for_a_cell():
-    name = f"unilab-test-{os.getpid()}"
-    with (
-        SharedSegment(1024, name=name),
-        pytest.raises(LayoutError, match="not a complete snapshot cell"),
-    ):
-        SnapshotCell.attach(name, BlockLayout.of(_filled(0)))
+    message = "not a complete snapshot cell"
+    with SharedSegment(1024, name=NAME), pytest.raises(LayoutError, match=message):
+        SnapshotCell.attach(NAME, BlockLayout.of(_filled(0)))
 
 
 def test_threads_of_one_process_publish_one_after_the_other():
@@ -321,10 +318,8 @@ def test_threads_of_one_process_publish_one_after_the_other():
 
         def publish(values: range) -> None:
             for value in values:
-                half, other = (
-                    torch.full(f.shape, value, dtype=f.dtype) for f in cell.layout.fields
-                )
-                cell.publish([half, other])
+                fields = cell.layout.fields
+                cell.publish([torch.full(f.shape, value, dtype=f.dtype) for f in fields])
 
         threads = [threading.Thread(target=publish, args=(range(i, 2000, 4),)) for i in range(4)]
         for thread in threads:
