@@ -34,6 +34,15 @@ def get_all(storage: PackedReplayStorage) -> TensorDict:
     return storage.get(torch.arange(len(storage)))
 
 
+def taken(storage: PackedReplayStorage) -> list[int]:
+    """Of how many steps each row is."""
+    return get_all(storage)["steps_to_next_obs"].tolist()
+
+
+def returns(storage: PackedReplayStorage) -> list[float]:
+    return get_all(storage)["next", "reward"].flatten().tolist()
+
+
 def brute_force(table: TensorDict, envs: int, floor: int, n: int, gamma: float) -> TensorDict:
     """Sum up step by step; row (t, env) lies at t * envs + env."""
     out = table.clone()
@@ -111,7 +120,7 @@ def test_environments_that_look_the_same_are_not_mixed_up():
     data["next", "reward"] = torch.tensor([[1.0] * 4, [10.0] * 4]).unsqueeze(-1)
     with PackedReplayStorage(10, n_step=4, gamma=1.0) as storage:
         storage.add(data)
-        assert get_all(storage)["next", "reward"].flatten().tolist() == [4, 40, 3, 30, 2, 20, 1, 10]
+        assert returns(storage) == [4, 40, 3, 30, 2, 20, 1, 10]
 
 
 def walk(envs: int, t: int, *, first: int = 0, **more: torch.Tensor) -> TensorDict:
@@ -125,11 +134,9 @@ def walk(envs: int, t: int, *, first: int = 0, **more: torch.Tensor) -> TensorDi
 def test_trajectory_ids_tell_a_step_of_environments_from_a_trajectory():
     with PackedReplayStorage(100, n_step=2, gamma=1.0) as storage:
         for t in range(3):
-            storage.append(
-                walk(4, t, collector=TensorDict(traj_ids=torch.arange(4), batch_size=[4]))
-            )
-        rewards = get_all(storage)["next", "reward"].flatten().tolist()
-    assert rewards == [2, 20, 200, 2000] * 2 + [1, 10, 100, 1000]
+            ids = TensorDict(traj_ids=torch.arange(4), batch_size=[4])
+            storage.append(walk(4, t, collector=ids))
+        assert returns(storage) == [2, 20, 200, 2000] * 2 + [1, 10, 100, 1000]
 
 
 def test_a_chance_match_does_not_make_a_trajectory_of_a_step():
@@ -140,8 +147,7 @@ def test_a_chance_match_does_not_make_a_trajectory_of_a_step():
                 row[key][2:] += 100.0  # the first two match by chance, and the last two
                 row[key][3:] += 100.0
             storage.append(row)
-        rewards = get_all(storage)["next", "reward"].flatten().tolist()
-    assert rewards == [2, 20, 200, 2000] * 2 + [1, 10, 100, 1000]
+        assert returns(storage) == [2, 20, 200, 2000] * 2 + [1, 10, 100, 1000]
 
 
 def test_a_trajectory_continues_after_rows_of_which_one_ended_another():
@@ -152,7 +158,7 @@ def test_a_trajectory_continues_after_rows_of_which_one_ended_another():
     with PackedReplayStorage(100, n_step=2, gamma=1.0) as storage:
         for first in range(0, 6, 2):
             storage.append(torch.cat(rows[first : first + 2]))
-        assert get_all(storage)["steps_to_next_obs"].tolist() == [2, 2, 1, 2, 2, 1]
+        assert taken(storage) == [2, 2, 1, 2, 2, 1]
 
 
 def test_what_an_environment_masks_by_nan_is_the_same_in_the_next_row():
@@ -160,7 +166,7 @@ def test_what_an_environment_masks_by_nan_is_the_same_in_the_next_row():
     for keys in (("observation",), ("next", "observation")):
         rows[keys] = torch.cat([rows[keys], torch.full((4, 1), float("nan"))], 1)
     with replay_of(rows, 100, n_step=3, non_finite="pass") as storage:
-        assert get_all(storage)["steps_to_next_obs"].tolist() == [3, 3, 2, 1]
+        assert taken(storage) == [3, 3, 2, 1]
 
 
 def test_rollouts_and_steps_give_the_same_returns():
@@ -186,9 +192,7 @@ def test_another_number_of_environments_starts_new_trajectories():
     with PackedReplayStorage(100, n_step=9) as storage:
         storage.add(torch.stack(steps(4, 3), 1))
         storage.add(torch.stack(steps(2, 3, seed=5), 1))
-
-        taken = get_all(storage)["steps_to_next_obs"].tolist()
-    assert taken == [3] * 4 + [2] * 4 + [1] * 4 + [3] * 2 + [2] * 2 + [1] * 2
+        assert taken(storage) == [3] * 4 + [2] * 4 + [1] * 4 + [3] * 2 + [2] * 2 + [1] * 2
 
 
 def test_rows_that_are_reset_without_an_end_start_a_new_trajectory():
@@ -196,7 +200,7 @@ def test_rows_that_are_reset_without_an_end_start_a_new_trajectory():
         for row in [*steps(1, 3), *steps(1, 3, seed=9)]:
             storage.add(row)
 
-        assert get_all(storage)["steps_to_next_obs"].tolist() == [3, 2, 1, 3, 2, 1]
+        assert taken(storage) == [3, 2, 1, 3, 2, 1]
 
 
 def test_a_successor_that_is_overwritten_is_never_returned():
@@ -227,7 +231,7 @@ def test_a_rewritten_row_follows_none_and_is_followed_by_none(write):
 
         write(storage)
 
-        assert get_all(storage)["steps_to_next_obs"].tolist() == [2, 1, 1, 1, 2, 1]
+        assert taken(storage) == [2, 1, 1, 1, 2, 1]
 
 
 def test_views_show_rows_as_they_were_written():
@@ -246,7 +250,7 @@ def test_which_observations_are_compared_can_be_said(keys):
     with PackedReplayStorage(64, n_step=9, observation_keys=keys) as storage:
         storage.append(data)
 
-        assert get_all(storage)["steps_to_next_obs"].tolist() == [6, 5, 4, 3, 2, 1]
+        assert taken(storage) == [6, 5, 4, 3, 2, 1]
 
 
 @pytest.mark.parametrize(
