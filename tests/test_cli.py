@@ -22,6 +22,8 @@ from torchrl_unilab.errors import DivergedError, WorkerError
 from torchrl_unilab.trainers import APPOTrainer
 from torchrl_unilab.trainers.runs.train import Run
 
+SMALL = "--num-envs 2 --num-steps 16 --minibatches 1 --epochs 1 --eval-episodes 1 --frames 64"
+
 
 def _listed(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """The lines of the command ``tasks`` by their first word."""
@@ -90,22 +92,23 @@ def test_an_error_of_a_task_of_ones_own_shows_where_it_was_raised(tmp_path, monk
         main([*command, "--run-dir", str(tmp_path / "run")])
 
 
+SAFE_PATH = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has the directory first")
+
+
+@SAFE_PATH
 def test_a_task_of_the_working_directory_is_found(tmp_path):
     (tmp_path / "mine.py").write_text("raise SystemExit('found')\n")
     command = ["train", "appo", "--env", "mine:Task", "--frames", "9", "--run-dir", "run"]
     asked = f"from torchrl_unilab.cli import main; main({command})"
-    isolated = [sys.executable, "-P", "-c", asked] if sys.version_info >= (3, 11) else None
-    if isolated is None:
-        pytest.skip("Python before 3.11 always has the working directory on its path")
+    isolated = [sys.executable, "-P", "-c", asked]
     done = subprocess.run(isolated, capture_output=True, text=True, cwd=tmp_path)
     assert "found" in done.stderr
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has the directory first")
+@SAFE_PATH
 def test_a_file_of_the_working_directory_hides_no_module_of_pythons(tmp_path):
     (tmp_path / "cmd.py").write_text("raise SystemExit('hidden')\n")  # which pdb imports
-    small = "--frames 64 --num-envs 2 --num-steps 16 --minibatches 1 --epochs 1 --eval-episodes 1"
-    command = ["train", "appo", "--env", "InvertedPendulum-v5", "--run-dir", "run", *small.split()]
+    command = ["train", "appo", "--env", "InvertedPendulum-v5", "--run-dir", "run", *SMALL.split()]
     script = Path(sys.executable).with_name("torchrl-unilab")
     done = subprocess.run([script, *command], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, "hidden" in done.stderr) == (0, False)
@@ -133,8 +136,7 @@ def test_numbers_and_paths_of_a_film_are_read_as_those_of_a_run(monkeypatch, tmp
 
 def test_a_run_without_a_directory_gets_one_of_its_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    small = "--frames 64 --num-envs 2 --num-steps 16 --minibatches 1 --epochs 1 --eval-episodes 1"
-    arguments = ["train", "appo", "--env", "InvertedPendulum-v5", "--no-progress", *small.split()]
+    arguments = ["train", "appo", "--env", "InvertedPendulum-v5", "--no-progress", *SMALL.split()]
     assert main([*arguments, "--seed", "5"]) == 0
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("InvertedPendulum-v5-appo-5-20")
@@ -210,17 +212,18 @@ def test_an_error_of_the_system_says_what_to_do(code, end, monkeypatch, capsys):
     assert re.match("error: " + end, capsys.readouterr().err)
 
 
-def test_an_interrupt_that_became_another_error_is_one_still(monkeypatch, capsys):
-    error = ImportError("initialization failed")
-    error.__cause__ = ImportError("amid another import")
-    error.__cause__.__cause__ = KeyboardInterrupt()
-    monkeypatch.setattr("torchrl_unilab.cli._tasks", Mock(side_effect=error))
-    assert main(["tasks"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+AMID_IMPORTS = ImportError("initialization failed")
+AMID_IMPORTS.__cause__ = ImportError("amid another import")
+AMID_IMPORTS.__cause__.__cause__ = KeyboardInterrupt()
 
 
-def test_an_interrupt_before_the_arguments_are_read_is_one_too(monkeypatch, capsys):
-    monkeypatch.setattr("torchrl_unilab.cli._parser", Mock(side_effect=KeyboardInterrupt))
+@pytest.mark.parametrize(
+    ("where", "error"), [("_tasks", AMID_IMPORTS), ("_parser", KeyboardInterrupt)]
+)
+def test_an_interrupt_is_one_before_arguments_are_read_and_where_it_became_another_error(
+    where, error, monkeypatch, capsys
+):
+    monkeypatch.setattr(f"torchrl_unilab.cli.{where}", Mock(side_effect=error))
     assert main(["tasks"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
