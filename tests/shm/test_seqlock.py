@@ -240,8 +240,14 @@ def test_readers_and_versions_that_cannot_be_are_refused_before_memory_is_taken(
     count, value, monkeypatch
 ):
     monkeypatch.delattr("torchrl_unilab.shm.seqlock.SharedSegment")
-    with pytest.raises(ConfigError, match=f"{count}: .* .expected an integer of at least 0"):
+    with pytest.raises(ConfigError, match=f"{count}: .* .expected an integer of (at least )?0"):
         SnapshotCell(_filled(0), **{count: value})
+
+
+@pytest.mark.parametrize("slots", [2, 7])
+def test_a_version_that_does_not_fit_its_word_is_refused(slots):
+    with pytest.raises(ConfigError, match=r"first_version: .* .expected an integer of 0 to"):
+        SnapshotCell(_filled(0), slots=slots, first_version=2**63 - 1)
 
 
 @pytest.mark.parametrize(

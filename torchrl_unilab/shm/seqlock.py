@@ -129,7 +129,8 @@ class SnapshotCell(Owner):
         # Before any memory is taken.
         slots = as_integer("seqlock slots", slots, "Use the default.", least=2)
         readers = as_integer("seqlock readers", readers, "Use 0 for none.", least=0)
-        first_version = as_integer("first_version", first_version, "Use 0.", least=0)
+        most = (1 << 62) // slots  # with its slot, a version fits a word, and so do those after it
+        first_version = as_integer("first_version", first_version, "Use 0.", least=0, most=most)
         layout = BlockLayout.of(initial)
         segment = SharedSegment(self.nbytes(layout, slots, readers), name=name)
         self._open(segment, layout, slots, readers)
