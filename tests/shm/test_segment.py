@@ -176,10 +176,11 @@ def test_the_room_of_an_anonymous_segment_is_what_the_control_group_leaves(monke
         SharedSegment(1001)
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../x"])
-def test_a_name_with_separators_is_refused(name):
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "..", "a\0b", 3])
+@pytest.mark.parametrize("use", [SharedSegment.attach, lambda name: SharedSegment(64, name=name)])
+def test_what_is_no_plain_file_name_is_refused(use, name):
     with pytest.raises(ConfigError, match="plain file name"):
-        SharedSegment.attach(name)
+        use(name)
 
 
 def test_a_name_is_gone_wherever_a_close_was_interrupted_once_it_is_repeated():

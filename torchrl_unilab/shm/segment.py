@@ -126,7 +126,7 @@ class SharedSegment(Owner):
         if nbytes > free:
             raise SegmentSpaceError(_no_room(nbytes, free, named))
         if named:
-            name = name or f"unilab-{os.getpid()}-{secrets.token_hex(6)}"
+            name = f"unilab-{os.getpid()}-{secrets.token_hex(6)}" if name is None else name
             descriptor = _create_named(name)
         else:
             descriptor = _create_anonymous()
@@ -344,7 +344,8 @@ def _unlink(path: Path | None, owner_pid: int | None, file: os.stat_result) -> N
 
 
 def _path(name: str) -> Path:
-    if not name or Path(name).name != name or len(os.fsencode(name)) > _LONGEST_NAME:
+    text = isinstance(name, str) and name not in ("", "..") and "\0" not in name
+    if not text or Path(name).name != name or len(os.fsencode(name)) > _LONGEST_NAME:
         raise ConfigError(
             f"segment name: {name!r} (expected a plain file name of at most {_LONGEST_NAME} "
             "bytes, which its creator was given). Leave out separators."
