@@ -138,6 +138,7 @@ BAD = {
     "no functions": ({"create_env": []}, "0 environment functions"),
     "no environment": ({"create_env": lambda: 3}, r"create_env returned: int \(expected EnvBase"),
     "no function": ({"create_env": [3]}, r"create_env: int \(expected a function that makes an"),
+    "nothing": ({"create_env": None}, r"create_env: NoneType \(expected a function that makes an"),
     "another number": ({"create_env": [CountingEnv], "num_collectors": 2}, "1 environment func"),
     "no scheme of ours": ({"weight_sync_schemes": {"policy": object()}}, "UniLabShmScheme"),
     "a scheme alone": ({"weight_sync_schemes": UniLabShmScheme()}, r"schemes: .*\{'policy': UniL"),
