@@ -13,7 +13,7 @@ from tests.support.collecting import flat_state_env
 from tests.support.off_policy_training import BOTH, QUICK, equal_states, off_policy_trainer, trained
 from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.errors import CheckpointError
+from torchrl_unilab.errors import CheckpointError, SegmentClosedError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.trainers import (
@@ -182,6 +182,15 @@ def test_a_resumed_trainer_whose_first_updates_leave_the_policy_has_not_diverged
     assert trainer.updates > before.updates + 4
     for one in (before, trainer):
         one.close()
+
+
+def test_a_trainer_is_closed_at_the_end_of_a_with_block():
+    with off_policy_trainer(2) as trainer:
+        trained_by, count = trainer.pipeline, trainer.pipeline.sample_count
+    trainer.close()  # again
+    trainer.collector.shutdown()
+    with pytest.raises(SegmentClosedError):
+        trained_by.sample_large_batch(0, count)
 
 
 def test_what_is_learnt_reaches_the_collector():

@@ -22,6 +22,7 @@ from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import LossUpdate, make_update
@@ -67,7 +68,7 @@ def build_reward_comparison_metrics(
     return {"mean_ep100": float(reward_history[-1])} if len(reward_history) else {}
 
 
-class OffPolicyTrainer(RankTrainer):
+class OffPolicyTrainer(RankTrainer, Owner):
     """Trains by an off-policy loss while the collector's workers fill the replay.
 
     Per tick of the collector, it publishes, updates the normalisers with the new rows, takes one
