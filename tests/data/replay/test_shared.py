@@ -127,6 +127,7 @@ def test_the_graph_of_a_final_observation_is_let_go_of():
         (torch.zeros(3, dtype=torch.bool), torch.zeros(4, 17)),
         (torch.zeros(4, 1, dtype=torch.bool), torch.zeros(4, 17)),
         (torch.zeros(4), torch.zeros(4, 17)),
+        ([False] * 4, torch.zeros(4, 17)),
         (torch.zeros(4, dtype=torch.bool), None),
         (None, torch.zeros(4, 17)),
         (torch.ones(4, dtype=torch.bool), torch.zeros(3, 17)),

@@ -290,9 +290,14 @@ def check_steps(rows: TensorDictBase, mask: torch.Tensor | None, finals: Finals)
             f"cannot add rows: batch size {list(rows.batch_size)} (expected [N] or [N, T], "
             "not empty). Reshape the rows to one of these."
         )
-    if mask is not None and (mask.shape != rows.batch_size or mask.dtype is not torch.bool):
-        raise LayoutShapeError(
-            f"terminal_mask: {type(mask).__name__} of {mask.dtype} and shape {tuple(mask.shape)} "
-            f"(expected a tensor of torch.bool and {tuple(rows.batch_size)}). One entry for each "
-            "row."
-        )
+    if mask is None:
+        return
+    found = type(mask).__name__
+    if isinstance(mask, torch.Tensor):
+        if mask.shape == rows.batch_size and mask.dtype is torch.bool:
+            return
+        found = f"{mask.dtype} of shape {tuple(mask.shape)}"
+    raise LayoutShapeError(
+        f"terminal_mask: {found} (expected a tensor of torch.bool, {tuple(rows.batch_size)}). One "
+        "entry for each row."
+    )
