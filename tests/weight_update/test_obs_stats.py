@@ -51,6 +51,16 @@ def test_statistics_are_put_as_arrays_too():
         stats.get()
 
 
+@pytest.mark.parametrize("kind", ["reversed", "read-only", "of another byte order"])
+def test_arrays_that_torch_cannot_share_are_put_too(kind):
+    mean = np.arange(3, dtype=np.float32)
+    given = {"reversed": mean[::-1], "of another byte order": mean.astype(">f4")}.get(kind, mean)
+    given.flags.writeable = kind != "read-only"
+    with SharedObsNormStats(3) as stats:
+        stats.put((given, [1, 1, 1]))
+        assert stats.get()[0].tolist() == given.tolist()
+
+
 @pytest.mark.parametrize("stats", [None, (torch.zeros(2),), (torch.zeros(2), "a")])
 def test_statistics_that_are_no_two_tensors_are_refused_and_the_last_stay(stats):
     with SharedObsNormStats(2) as shared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -70,7 +71,9 @@ class SharedObsNormStats(Owner):
             SegmentError: Another living process has put statistics: only one process may.
         """
         try:
-            mean, std = (torch.as_tensor(v, dtype=torch.float32, device="cpu") for v in stats)
+            # Copies of arrays: torch shares none that is reversed, and warns of read-only ones.
+            tensors = (v if isinstance(v, torch.Tensor) else np.array(v, np.float32) for v in stats)
+            mean, std = (torch.as_tensor(v, dtype=torch.float32, device="cpu") for v in tensors)
         except (TypeError, ValueError) as error:
             raise LayoutError(
                 f"statistics: {type(stats).__name__} (expected a mean and a standard deviation). "
