@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from tests.support.processes import receive, spawned
-from torchrl_unilab.errors import ConfigError, LayoutError, LayoutShapeError, SegmentClosedError
+from torchrl_unilab.errors import (
+    ConfigError,
+    LayoutError,
+    LayoutShapeError,
+    SegmentClosedError,
+    SegmentSpaceError,
+)
 from torchrl_unilab.weight_update import SharedObsNormStats
 
 
@@ -37,6 +43,11 @@ def test_statistics_are_got_once_each_and_the_latest_first():
 def test_statistics_of_no_size_are_refused(size):
     with pytest.raises(ConfigError, match="size of observations"):
         SharedObsNormStats(size)
+
+
+def test_statistics_that_do_not_fit_are_refused_before_any_memory_is_taken():
+    with pytest.raises(SegmentSpaceError, match="bytes do not fit"):
+        SharedObsNormStats(1 << 50)
 
 
 def test_statistics_are_put_as_arrays_too():

@@ -26,6 +26,7 @@ class SharedObsNormStats(Owner):
 
     Raises:
         ConfigError: A size is no positive integer.
+        SegmentSpaceError: The statistics do not fit shared memory.
 
     Examples:
         >>> import torch
@@ -99,5 +100,6 @@ class SharedObsNormStats(Owner):
 def _initial(size: int | tuple[int, ...]) -> dict[str, torch.Tensor]:
     shape = size if isinstance(size, tuple) else (size,)
     checked = [as_integer("size of observations", n, "Give their shape.") for n in shape]
-    mean = torch.zeros(checked, dtype=torch.float32, device="cpu")
-    return {"mean": mean, "std": torch.ones_like(mean)}
+    # Expanded, they take no memory, which may not be there.
+    mean, std = torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")
+    return {"mean": mean.expand(checked), "std": std.expand(checked)}
