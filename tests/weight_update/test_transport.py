@@ -55,10 +55,15 @@ def test_an_unrelated_process_reads_by_name_what_was_written():
             assert receive(pipe) == (2, [[2.0] * 3] * 2, [2.0] * 3)
 
 
-@pytest.mark.parametrize("shape", [3, "3", [2.0], [-1], np.zeros(3)])
+@pytest.mark.parametrize("shape", [3, "3", [2.0], [-1], [True], np.zeros(3)])
 def test_what_is_neither_a_shape_nor_a_tensor_is_refused_by_its_key(shape):
     with pytest.raises(ConfigError, match=r"'w' is .* \(expected a shape or a tensor\)"):
         UniLabShmTransport.create({"w": shape})
+
+
+def test_a_shape_may_have_numbers_of_numpy():
+    with UniLabShmTransport.create({"w": (np.int64(2), np.int32(3))}) as transport:
+        assert transport.newest(0)[1]["w"].shape == (2, 3)
 
 
 def test_weights_of_shapes_that_do_not_fit_are_refused_before_any_memory_is_taken():

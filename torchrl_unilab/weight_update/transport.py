@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -331,14 +332,18 @@ def _is_stacked(weights: Any) -> bool:
     return any(map(_is_stacked, parts))
 
 
+def _is_length(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
 def _initial(param_shapes: ParamShapes) -> dict[str, torch.Tensor]:
     initial = {}
     for key, value in param_shapes.items():
         if isinstance(value, torch.Tensor):
             initial[key] = value
-        elif isinstance(value, Sequence) and all(isinstance(n, int) and n >= 0 for n in value):
+        elif isinstance(value, Sequence) and all(map(_is_length, value)):
             zero = torch.zeros((), dtype=torch.float32, device="cpu")
-            initial[key] = zero.expand(tuple(value))  # takes no memory, which may not be there
+            initial[key] = zero.expand([*map(int, value)])  # no memory, which may not be there
         else:
             raise ConfigError(
                 f"initial weights: {key!r} is {value!r} (expected a shape or a tensor). Pass one "
