@@ -46,6 +46,19 @@ def _read_by_name(pipe: Connection, name: str) -> None:
         pipe.send((version, state["w"].tolist(), state["b"].tolist()))
 
 
+def test_the_version_that_is_returned_is_of_the_weights_that_were_given(monkeypatch):
+    with UniLabShmTransport.create(SHAPES) as transport:
+        publish = transport.cells[0].publish
+
+        def publish_before_another_thread(tensors, **settings):
+            version = publish(tensors, **settings)
+            publish([*_state(9.0).values()])
+            return version
+
+        monkeypatch.setattr(transport.cells[0], "publish", publish_before_another_thread)
+        assert transport.write_weights(_state(1.0)) == 1
+
+
 def test_an_unrelated_process_reads_by_name_what_was_written():
     with UniLabShmTransport.create(SHAPES, name=_name()) as transport:
         assert transport.version == 0

@@ -152,9 +152,8 @@ class UniLabShmTransport(Owner):
     # Sender
 
     def write_weights(self, state_dict: Weights) -> int:
-        """Publish `state_dict` to every worker and return the version. Raises as `send_weights`."""
-        self.send_weights(state_dict)
-        return self.version
+        """Publish `state_dict` to every worker and return its version. Raises as `send_weights`."""
+        return self.send_each(dict.fromkeys(self.unique_cells, state_dict))
 
     def send_weights(self, weights: Weights, worker_ids: WorkerIds = None) -> None:
         """Publish `weights` to the cells of `worker_ids` (all if not given).
@@ -165,12 +164,15 @@ class UniLabShmTransport(Owner):
         """
         self.send_each(dict.fromkeys(self.select(worker_ids), weights))
 
-    def send_each(self, weights: Mapping[SnapshotCell, Weights], *, version: int = 0) -> None:
-        """Publish to each cell its weights; all are checked before any is written."""
+    def send_each(self, weights: Mapping[SnapshotCell, Weights], *, version: int = 0) -> int:
+        """Publish to each cell its weights, all checked before any is written; return the version.
+
+        Where another thread publishes too, it is the highest of these cells'.
+        """
         ordered = {cell: self._ordered(cell, named_tensors(w)) for cell, w in weights.items()}
         version = max(version, self.version + 1)
-        for cell, tensors in ordered.items():
-            cell.publish(tensors, version=version)
+        published = [cell.publish(tensors, version=version) for cell, tensors in ordered.items()]
+        return max(published, default=self.version)
 
     def publish(
         self,
