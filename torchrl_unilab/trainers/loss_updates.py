@@ -161,7 +161,8 @@ class LossUpdate:
         """
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
-        losses, gives = self._losses(minibatch), f"{type(self.loss).__name__} gives"
+        losses = self._losses(minibatch)
+        gives = f"{type(self.loss).__name__} gives"
         as_instance(gives, losses, TensorDictBase, "Return TensorDict({'loss_NAME': ...}).")
         names = tuple(sorted(key for key, loss in losses.items() if loss.numel() == 1))
         learnt_by = [key for key, _ in losses.items() if key.startswith("loss")]

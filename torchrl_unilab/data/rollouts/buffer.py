@@ -114,8 +114,8 @@ class RolloutRingSampler(Stateless, RolloutSampler):
             ConfigError: `batch_size` is above the number of slots, or `storage` is of another kind.
             WaitTimeoutError: There are not enough unread rollouts; none was taken.
         """
-        what = f"storage of a {type(self).__name__}"
-        as_instance(what, storage, RolloutRingStorage, "Use TorchRL's own sampler.")
+        what, remedy = "storage of a RolloutRingSampler", "Use TorchRL's own sampler."
+        as_instance(what, storage, RolloutRingStorage, remedy)
         index = storage.draw(batch_size, newest=self.take == "newest", timeout=self.timeout)
         left = len(storage) - int(index[-1]) - 1
         self._remaining_batches = left // batch_size
