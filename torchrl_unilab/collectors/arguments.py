@@ -166,7 +166,7 @@ def resolve_policy(
     made = factory() if policy is None else policy  # type: ignore[misc]
     module = made._modules.get("_orig_mod", made) if isinstance(made, nn.Module) else made
     remedy = "Use TensorDictModule(module, in_keys=['observation'], out_keys=['action'])."
-    as_instance("policy", module, TensorDictModuleBase, remedy)  # or torch.compile wraps it
+    as_instance("policy", module, TensorDictModuleBase, remedy)  # compiled or not
     return made
 
 

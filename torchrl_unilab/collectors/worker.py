@@ -52,7 +52,7 @@ def close_env(env: EnvBase) -> None:
 
 def check_env(env: object) -> None:
     """Refuse anything but an environment of TorchRL; a ConfigError."""
-    as_instance("create_env returned", env, EnvBase, "Return the environment, of TorchRL.")
+    as_instance("create_env returned", env, EnvBase, "Return an environment of TorchRL.")
 
 
 @contextlib.contextmanager
