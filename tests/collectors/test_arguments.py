@@ -15,7 +15,7 @@ from tests.support.collecting import CountingEnv, actor
 from tests.support.processes import live_children
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.arguments import find_device, resolve_policy
-from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WorkerError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 FRAMES = 2 * 16
@@ -220,6 +220,17 @@ def test_an_inline_collector_closes_what_it_made_unless_close_env_is_false(close
 
 def test_a_half_built_collector_can_be_shown():
     assert repr(APPOCollector.__new__(APPOCollector)) == "APPOCollector()"
+
+
+def test_the_memory_is_freed_though_the_environment_cannot_be_closed(monkeypatch):
+    collector = APPOCollector(CountingEnv, make_policy(), frames_per_batch=FRAMES, inline=True)
+    env = Mock(is_closed=False, close=Mock(side_effect=ArithmeticError("does not close")))
+    monkeypatch.setattr(collector._team.service.rollouts, "env", env)
+    with pytest.raises(ArithmeticError, match="does not close"):
+        collector.shutdown()
+    with pytest.raises(SegmentClosedError):
+        len(collector.storage)
+    monkeypatch.undo()  # it is shut down again as it goes
 
 
 def _inline(envs: int = 2, **settings: Any) -> APPOCollector:

@@ -364,14 +364,14 @@ class WorkerCollector(BaseCollector, abc.ABC):
         with self._closing:
             if self._team is not None:
                 self._team.stop(timeout)
-                if self._team.service is not None and close_env:
-                    self._team.service.rollouts.close()
             if self._sink is not None:
                 self._sink.storage.close()
                 self._sink = None
             if self._metrics is not None:
                 self._metrics.close()
             self.scheme.disconnect()
+            if self._team is not None and self._team.service is not None and close_env:
+                self._team.service.rollouts.close()  # last, for it may fail
 
     def __enter__(self) -> Self:
         return self
