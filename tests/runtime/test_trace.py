@@ -152,6 +152,14 @@ def test_what_cannot_work_is_refused_before_anything_is_made(tmp_path, parts):
     tracer.stop(keep=False)
 
 
+def test_a_trace_that_cannot_be_written_leaves_no_part_of_it(tmp_path, tracer):
+    path = tmp_path / "trace.json"
+    path.mkdir()  # meanwhile
+    with pytest.raises(IsADirectoryError):
+        tracer.stop()
+    assert [*tmp_path.iterdir()] == [path]
+
+
 def test_a_trace_goes_where_its_path_led_when_it_began(tmp_path, parts, monkeypatch):
     tracer = Tracer()
     monkeypatch.chdir(tmp_path)

@@ -160,8 +160,11 @@ class Tracer:
                 return None
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_name(path.name + ".part")
-            _merge(Path(part.settings.directory), draft)
-            draft.replace(path)
+            try:
+                _merge(Path(part.settings.directory), draft)
+                draft.replace(path)
+            finally:
+                draft.unlink(missing_ok=True)
             return path
         finally:
             shutil.rmtree(part.settings.directory, ignore_errors=True)
