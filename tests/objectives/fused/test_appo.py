@@ -349,3 +349,16 @@ def test_a_step_on_a_gpu_does_not_wait_for_it(gpu_refuses_to_wait):
         update._graphs = None
         statistics.append(update.step(columns))
     assert torch.stack(statistics).isfinite().all()
+
+
+@pytest.mark.parametrize("bound", ["desired_kl", "max_grad_norm"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_a_bound_that_is_not_above_0_is_refused(bound, value):
+    with pytest.raises(ConfigError, match=rf"{bound}: {value} \(expected a number above 0"):
+        fused(make_loss(), **{bound: value})
+
+
+@pytest.mark.parametrize("count", [0, 9, 1.5, True])
+def test_a_pool_is_not_shuffled_into_empty_chunks(count):
+    with pytest.raises(ConfigError, match=f"minibatches: {count} .expected an integer of 1 to 8"):
+        FusedAPPOUpdate.shuffled(torch.ones(2, 8), count)

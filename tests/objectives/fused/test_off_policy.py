@@ -373,3 +373,13 @@ def test_a_deep_copied_loss_whose_actor_would_not_learn_is_refused(algorithm):
     with pytest.raises(ConfigError, match="other parameters than the loss learns"):
         fused(deepcopy(loss))
     fused(loss.to(torch.float32))  # which moves them together
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, "bfloat16"])
+def test_a_dtype_that_products_cannot_have_is_refused_before_memory_moves(algorithm, dtype):
+    loss = make_loss(algorithm)
+    before = [parameter.data_ptr() for parameter in loss.parameters()]
+    with pytest.raises(ConfigError, match=r"matmul_dtype: .*expected None, torch\.bfloat16"):
+        fused(loss, matmul_dtype=dtype)
+    assert [parameter.data_ptr() for parameter in loss.parameters()] == before

@@ -33,6 +33,16 @@ def test_a_number_for_each_transition_may_come_without_a_dimension_of_its_own(al
 
 
 @BOTH
+@pytest.mark.parametrize("key", FLAT, ids=str)
+def test_more_than_one_number_for_a_transition_is_refused_by_key(algorithm, key):
+    loss = make_loss(algorithm)
+    update, batch = fused(loss), whole_batch(loss)
+    name = key if isinstance(key, str) else f"'{key[1]}' under 'next'"
+    with pytest.raises(LayoutShapeError, match=rf"{name}.* has shape \(8, 2\) \(expected \(8, 1"):
+        update.prepare(batch.set(key, batch[key].expand(8, 2)))
+
+
+@BOTH
 @pytest.mark.parametrize("key", ["reward", "terminated", "priority_weight"])
 def test_what_the_loss_reads_by_another_key_is_packed_from_there(algorithm, key):
     loss = make_loss(algorithm)

@@ -26,6 +26,7 @@ from torchrl_unilab.objectives.fused.networks import (
     one_input,
 )
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
+from torchrl_unilab.scalars import as_integer
 
 STATISTICS = (
     "loss_objective",
@@ -68,7 +69,7 @@ class FusedAPPOUpdate:
         optimizer: Adam over the one tensor, to be checkpointed.
 
     Raises:
-        ConfigError: The loss is not supported.
+        ConfigError: The loss is not supported, or a bound is not above 0.
 
     Examples:
         >>> import torch
@@ -129,6 +130,12 @@ class FusedAPPOUpdate:
                 f"{loss.critic_network} (expected APPOLoss of make_actor's and make_critic's "
                 "networks). Take steps by APPOStepper."
             )
+        for name, value in (("desired_kl", desired_kl), ("max_grad_norm", max_grad_norm)):
+            if not value > 0.0:  # nor is NaN
+                raise ConfigError(
+                    f"FusedAPPOUpdate {name}: {value} (expected a number above 0). Use for example "
+                    "desired_kl=0.01, max_grad_norm=1.0."
+                )
         self.loss, self.ranks = loss, ranks
         self.desired_kl, self.max_lr = desired_kl, lr
         head, critic = loss.actor_network[0], loss.critic_network
@@ -221,7 +228,12 @@ class FusedAPPOUpdate:
             columns: A pool, [k, M].
             minibatches: Chunks, whose sizes differ by one at most.
             generator: Source of the order; the device's global one by default.
+
+        Raises:
+            ConfigError: There are not that many samples.
         """
+        remedy = "Take fewer, or collect more steps."
+        minibatches = as_integer("minibatches", minibatches, remedy, most=columns.shape[1])
         order = torch.randperm(columns.shape[1], generator=generator, device=columns.device)
         return columns.index_select(1, order).tensor_split(minibatches, dim=1)
 

@@ -35,7 +35,7 @@ from torchrl_unilab.objectives.fused.threads import SideExecutor, run_both
 from torchrl_unilab.objectives.fused.transitions import TransitionRows, Transitions
 from torchrl_unilab.objectives.targets import targets_of
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
-from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.shm.segment import Owner
 
 OF_CRITICS = ("loss_qvalue", "q_value", "td_error")
@@ -95,7 +95,7 @@ class FusedOffPolicyUpdate(Owner):
 
     Raises:
         ConfigError: The loss is not supported, or a deep copy, whose actor does not learn; or `tau`
-            is out of its range.
+            or `matmul_dtype` cannot work.
     """
 
     statistics: ClassVar[tuple[str, ...]]
@@ -144,6 +144,8 @@ class FusedOffPolicyUpdate(Owner):
                 f"tau: {tau} (expected within [0, 1]). It is the share of the networks that "
                 "their targets take over in each step."
             )
+        kinds = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        as_choice(f"{type(self).__name__} matmul_dtype", matmul_dtype, kinds, "Leave it out.")
         if loss.value_estimator.average_rewards:
             raise ConfigError(
                 f"{type(self).__name__}: average_rewards True (expected False). Normalise "

@@ -81,22 +81,26 @@ class TransitionRows:
                 )
             parts.append(part if normalizer is None else normalizer(part))
 
-        gamma, column = loss.value_estimator.gamma, (len(batch), 1)
-        steps = batch.get(loss.value_estimator.tensor_keys.steps_to_next_obs, None)
-        if steps is not None:
-            gamma = gamma ** steps.reshape(column)
-        reward, terminated = _required(after, keys.reward), _required(after, keys.terminated)
-        for key, part in ((keys.reward, reward), (keys.terminated, terminated)):
+        def column(part: torch.Tensor, key: NestedKey, where: str = "") -> torch.Tensor:
             if part.numel() != len(batch):
                 raise LayoutShapeError(
-                    f"transitions: {key!r} under 'next' has shape {tuple(part.shape)} (expected "
-                    f"{column}). Add the rewards of several agents up."
+                    f"transitions: {key!r}{where} has shape {tuple(part.shape)} (expected "
+                    f"({len(batch)}, 1)). Add the rewards of several agents up."
                 )
-        parts.append(reward.reshape(column))
-        parts.append(gamma * terminated.reshape(column).logical_not())
-        weighted = loss.use_prioritized_weights in (True, "auto")
-        weight = batch.get(keys.priority_weight, None) if weighted else None
-        parts.append(torch.ones_like(parts[-1]) if weight is None else weight.reshape(column))
+            return part.reshape(len(batch), 1)
+
+        gamma = loss.value_estimator.gamma
+        steps_key = loss.value_estimator.tensor_keys.steps_to_next_obs
+        steps = batch.get(steps_key, None)
+        if steps is not None:
+            gamma = gamma ** column(steps, steps_key)
+        parts.append(column(_required(after, keys.reward), keys.reward, " under 'next'"))
+        terminated = _required(after, keys.terminated)
+        terminated = column(terminated, keys.terminated, " under 'next'")
+        parts.append(gamma * terminated.logical_not())
+        key, weighted = keys.priority_weight, loss.use_prioritized_weights in (True, "auto")
+        weight = batch.get(key, None) if weighted else None
+        parts.append(torch.ones_like(parts[-1]) if weight is None else column(weight, key))
         return torch.cat([part.to(dtype) for part in parts], dim=1)
 
     def unpack(self, rows: torch.Tensor) -> Transitions:
