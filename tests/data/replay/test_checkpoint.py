@@ -366,3 +366,14 @@ def test_a_header_that_says_nothing_of_steps_is_loaded_as_rows_in_the_order_of_t
         other.load_state_dict(state)
         assert same(other[:], transitions(7))
         assert other.rows.in_order(other.rows.window())
+
+
+@pytest.mark.parametrize(
+    "spoil", [torch.Tensor.float, lambda rows: rows[:, 1:]], ids=["dtype", "width"]
+)
+def test_rows_of_a_state_that_are_not_those_that_were_saved_are_refused(spoil):
+    with replay_of(transitions(3), 8) as saved, replay_of(transitions(2, 1), 8) as storage:
+        state = saved.state_dict()
+        with pytest.raises(CheckpointError, match=r"of shape \[3, \d+\] \(expected torch\.int32"):
+            storage.load_state_dict(state | {"rows": spoil(state["rows"])})
+        assert same(storage[:], transitions(2, 1))

@@ -12,7 +12,13 @@ import torch
 from tests.support.processes import receive, spawned
 from tests.support.rollouts import make_rollout, misfit, stack, values
 from torchrl_unilab.data import RolloutRingStorage
-from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.errors import (
+    CheckpointError,
+    ConfigError,
+    LayoutError,
+    LayoutKeyError,
+    LayoutShapeError,
+)
 
 
 def test_a_checkpoint_counts_on_from_all_counters(tmp_path):
@@ -145,3 +151,16 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path, left):
         file.write_bytes(file.read_bytes()[:left])
         with pytest.raises(CheckpointError, match=r"rollouts.pt: .*expected a whole file"):
             storage.loads(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "spoil", [torch.Tensor.double, lambda tensor: tensor[:, :1]], ids=["dtype", "shape"]
+)
+def test_rollouts_of_a_state_that_are_not_of_its_schema_are_refused(storage, spoil):
+    storage.write(make_rollout(1))
+    state = storage.state_dict()
+    state["rollouts"]["observation"] = spoil(state["rollouts"]["observation"])
+    with RolloutRingStorage(2) as target:
+        with pytest.raises(LayoutError, match="'observation'"):
+            target.load_state_dict(state)
+        assert len(target) == 0

@@ -107,6 +107,12 @@ def load_rows(
             f"cannot load rows: {other} (expected { {key: mine[key] for key in other} }). "
             "Load into a storage made like the one that was saved."
         )
+    none = read(0, 0)
+    if none.dtype is not torch.int32 or none.shape != (0, mine["words"]):
+        raise CheckpointError(
+            f"cannot load rows: {none.dtype} of shape {[count, *none.shape[1:]]} (expected "
+            f"torch.int32 of [{count}, {mine['words']}]). Load the state as it was saved."
+        )
     size = storage.max_size // storage.writers
     for floor, head, place, (origin, first, stride) in shards:
         fits = 0 <= floor <= head <= floor + size
