@@ -11,12 +11,18 @@ from tensordict.nn import (
     NormalParamExtractor,
     TensorDictModule,
     TensorDictModuleBase,
+    TensorDictSequential,
 )
 from torch import nn
 from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, TruncatedNormal
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
-from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
+from torchrl_unilab.modules import (
+    ObservationNormalizer,
+    make_actor,
+    make_critic,
+    make_td3_actor,
+)
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.objectives.appo import _entropy, _kl_divergence, kl_adapted_lr
 
@@ -235,6 +241,16 @@ def test_an_actor_of_several_actions_is_refused():
         distribution_kwargs={"distribution_map": {"move": torch.distributions.Normal}},
     )
     with pytest.raises(ConfigError, match=r"CompositeDistribution .*Join the actions"):
+        APPOLoss(actor, make_critic(OBS))
+
+
+@pytest.mark.parametrize(
+    "actor",
+    [TensorDictSequential(make_actor(OBS, ACT)), make_td3_actor(OBS, ACT)],
+    ids=["a sequence that ends with an actor", "a deterministic actor"],
+)
+def test_an_actor_whose_distribution_cannot_be_rebuilt_is_refused(actor):
+    with pytest.raises(ConfigError, match="Wrap the whole network"):
         APPOLoss(actor, make_critic(OBS))
 
 

@@ -83,7 +83,8 @@ class APPOLoss(LossModule):
         target_update_freq: Optimiser steps between target updates; None: call `update_target`.
 
     Raises:
-        ConfigError: A coefficient is out of its range, or the actor draws several actions.
+        ConfigError: A coefficient is out of its range, or the actor is no `ProbabilisticActor` or
+            draws several actions.
 
     Examples:
         >>> import torch
@@ -153,6 +154,11 @@ class APPOLoss(LossModule):
         _check_range("c_bar", c_bar, 0.0, math.inf)
         if target_update_freq is not None:
             as_integer("target_update_freq", target_update_freq, "It counts optimiser steps.")
+        if not isinstance(actor_network, ProbabilisticTensorDictSequential):
+            raise ConfigError(
+                f"actor_network: {type(actor_network).__name__} (expected a ProbabilisticActor). "
+                "Wrap the whole network, such as embedding, recurrence and head, in a single one."
+            )
         heads = [m for m in actor_network.modules() if isinstance(m, ProbabilisticTensorDictModule)]
         if any(head.distribution_class is CompositeDistribution for head in heads):
             raise ConfigError(
