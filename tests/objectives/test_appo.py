@@ -17,12 +17,7 @@ from torch import nn
 from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, TruncatedNormal
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
-from torchrl_unilab.modules import (
-    ObservationNormalizer,
-    make_actor,
-    make_critic,
-    make_td3_actor,
-)
+from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic, make_td3_actor
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.objectives.appo import _entropy, _kl_divergence, kl_adapted_lr
 
