@@ -197,6 +197,17 @@ def test_a_run_that_lost_a_worker_is_resumed_with_new_episodes(tmp_path, monkeyp
     assert not torch.isclose(first, again).all(1).any()
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_that_a_limit_ends_says_so(killed, tmp_path):
+    lines: list[str] = []
+    train(tmp_path / "run", "appo", max_seconds=1e-6, announce=lines.append)
+    if killed:  # before its summary
+        lines.clear()
+        (tmp_path / "run" / "summary.json").unlink()
+        resume_run(tmp_path / "run", announce=lines.append, **QUIET)
+    assert [line.endswith("seconds are over") for line in lines if "stopped" in line] == [True]
+
+
 @pytest.mark.parametrize("again", [{}, {"max_seconds": 1e6}])
 def test_what_ended_a_run_is_not_taken_over_and_said(again, tmp_path):
     train(tmp_path / "run", "appo", max_seconds=1e-6)

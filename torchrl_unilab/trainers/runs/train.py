@@ -303,9 +303,12 @@ class Run:
         if self.is_rank_zero:
             trainer.logger = self._start_writing()
         try:
-            stop = stop_reason(trainer.returns, self.options.stop_at, self.options.max_seconds)
-            if trainer.collected_frames < self.options.frames and not stop:  # else only summarise
+            limits = self.options.stop_at, self.options.max_seconds
+            reached = stop_reason(trainer.returns, *limits)
+            if trainer.collected_frames < self.options.frames and not reached:  # or only summarise
                 trainer.train()
+            if reason := stop_reason(trainer.returns, *limits):
+                self.announce(f"stopped at {trainer.collected_frames:,} frames: {reason}")
             if self.evaluation is not None:
                 self.evaluation.finish()  # one that runs although another rank has stopped
         except KeyboardInterrupt as interrupt:
