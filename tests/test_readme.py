@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import re
 import runpy
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.trainers import APPOConfig, train_appo
+from torchrl_unilab.weight_update import UniLabShmTransport
 
 README = Path(__file__).parents[1] / "README.md"
 FENCED = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -45,6 +48,22 @@ def test_a_trained_policy_acts_and_is_exported_as_the_page_to_start_with_has_it(
     exported, seen = torch.export.load("policy.pt2").module(), torch.randn(5, 17)
     action = names["policy"](TensorDict(observation=seen))["action"]
     torch.testing.assert_close(exported(seen), action)
+
+
+def test_a_task_reads_what_the_learner_writes_as_the_page_on_environments_has_it():
+    page = (README.parent / "tutorials" / "how-to" / "environments.md").read_text()
+    (code,) = [code for code in FENCED.findall(page) if "UniLabShmTransport" in code]
+    names: dict[str, Any] = {}
+    exec(compile(code, "environments", "exec"), names)
+    with (
+        contextlib.closing(UniLabShmTransport.create(names["SHAPES"], name="walk-7")) as transport,
+        contextlib.closing(MujocoBatchEnv(names["Taught"](), 4, num_threads=1, seed=0)) as env,
+    ):
+        for level in (0.0, 2.0):
+            transport.write_weights({"lift": torch.full((1,), level)})
+            env.rollout(5)
+            assert bool(env.reward_terms["lift"].any()) is (level > 0.0)
+        names["shared"]()[0].close()
 
 
 @pytest.mark.parametrize(
