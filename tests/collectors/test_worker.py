@@ -152,23 +152,6 @@ def test_trajectories_continue_over_rollouts_and_are_unique_over_workers():
     assert len(seen[0]) == 3 + int(done[:, :-1].sum())
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_the_true_final_observation_comes_under_next_at_both_kinds_of_end(terminal):
-    worker = RolloutWorker(CountingEnv((2,), limit=3, terminal=terminal), actor(), 9)
-    [rollout] = _collect(worker)
-    ends = rollout["next", "done"].squeeze(-1)
-    assert ends.sum() == 3 + 2  # after each 3 and each 4 steps
-    assert torch.equal(rollout["next", "terminated"], rollout["next", "done"] & terminal)
-    drawn, steps, left = rollout["next", "observation"][ends].unbind(-1)
-    assert steps.tolist() == [3.0, 3.0, 3.0, 4.0, 4.0]
-    assert (left == 0).all()
-    assert torch.equal(drawn, rollout["observation"][ends][:, 0])  # of the same episode
-    going = ~ends[:, :-1]
-    following = rollout["observation"][:, 1:]
-    assert torch.equal(rollout["next", "observation"][:, :-1][going], following[going])
-    assert (following[~going][:, 1] == 0).all()  # then a new episode
-
-
 def test_each_step_says_which_version_it_acted_with():
     policy, acting = make_policy(0.25), make_policy()
 
