@@ -36,38 +36,6 @@ def test_specs_hold_for_every_task(name: str, num_envs: int, dtype: torch.dtype)
     assert data["next", "reward"].shape[-1:] == (1,)
 
 
-def test_truncation_comes_at_max_episode_steps_and_restarts_the_count() -> None:
-    env = MujocoBatchEnv("HalfCheetah-v5", 2, seed=0, max_episode_steps=5)
-    data = play(env, 12)[0]["next"]
-    expected = torch.tensor([(i + 1) % 5 == 0 for i in range(12)])
-    assert torch.equal(data["truncated"], expected.expand(2, 12)[..., None])
-    assert torch.equal(data["done"], data["truncated"])
-    assert not data["terminated"].any()
-
-
-def test_an_episode_can_be_terminated_and_truncated_at_once() -> None:
-    env = MujocoBatchEnv("InvertedPendulum-v5", 2, seed=0, max_episode_steps=1)
-    root = env.set_state([[0.0, 0.5], [0.0, 0.0]], np.zeros((2, 2)))
-    after = env.step(root.set("action", torch.zeros(2, 1)))["next"]
-    assert after["terminated"].flatten().tolist() == [True, False]
-    assert after["truncated"].flatten().tolist() == [True, True]
-    assert after["done"].flatten().tolist() == [True, True]
-
-
-def test_next_keeps_the_final_observation_while_the_root_starts_anew() -> None:
-    env = MujocoBatchEnv("InvertedPendulum-v5", 3, seed=0)
-    qpos = np.zeros((3, 2))
-    qpos[1, 1] = 0.5
-    root = env.set_state(qpos, np.zeros((3, 2))).set("action", torch.zeros(3, 1))
-    data, root = env.step_and_maybe_reset(root)
-    after = data["next"]
-    assert after["done"].flatten().tolist() == [False, True, False]
-    assert after["observation"][1, 1] > 0.4
-    assert root["observation"][1].abs().max() <= 0.01
-    assert torch.equal(root["observation"][::2], after["observation"][::2])
-    assert not root["done"].any()
-
-
 @pytest.mark.parametrize("name", ["Hopper-v5", "HalfCheetah-v5"])
 @pytest.mark.parametrize("device", ["cpu", None])
 def test_step_and_maybe_reset_equals_the_base_class(name: str, device: str | None) -> None:

@@ -15,7 +15,6 @@ from tests.support.processes import wait_for
 from tests.support.striking import forked
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.envs.randomization import Randomize
-from torchrl_unilab.errors import ConfigError
 
 N = 3
 SLIPPERY = Randomize("geom_friction[0]", 0.5, 1.5, when="reset")
@@ -63,15 +62,6 @@ def test_rows_that_continue_after_a_restore_show_the_reward_terms_of_their_last_
         assert torch.equal(term, ours["reward_terms", name])
     assert theirs["reward_terms", "reward_survive"].flatten().tolist() == [0.0, 1.0, 1.0]
     assert {name: term[1] for name, term in other.reward_terms.items()}["reward_survive"] == 1.0
-
-
-def test_numbers_that_are_added_are_not_taken_for_those_that_scale() -> None:
-    one, other = (
-        make("Hopper-v5", randomization=[Randomize("dof_damping", 1.0, 2.0, how)])
-        for how in ("add", "scale")
-    )
-    with pytest.raises(ConfigError, match="ModelRandomizer: what is drawn, shapes and generators"):
-        other.restore(one.snapshot())
 
 
 def test_a_forked_process_may_step_an_environment_of_one_thread() -> None:

@@ -365,8 +365,9 @@ def test_models_and_those_to_come_are_the_same_whenever_a_state_is_loaded():
     assert (later[0] != first)[:, 1].all()
 
 
-def test_numbers_of_other_fields_are_not_taken_for_these():
-    one, other = make([MASS]), make([replace(MASS, objects=("*_thigh",), shared=True)])
+@pytest.mark.parametrize("change", [{"objects": ("*_thigh",), "shared": True}, {"how": "add"}])
+def test_numbers_for_other_objects_or_by_another_way_are_not_taken_for_these(change):
+    one, other = make([MASS]), make([replace(MASS, **change)])
     with pytest.raises(ConfigError, match="ModelRandomizer: what is drawn, shapes and generators"):
         other.restore(one.snapshot())
     wider = make([replace(MASS, low=0.1)])
