@@ -19,7 +19,6 @@ from torchrl_unilab.errors import ConfigError, ContentionError
 from torchrl_unilab.shm import shards as shards_module
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment
-from torchrl_unilab.shm.window import Window
 
 both_shapes = pytest.mark.parametrize("shards", [1, 3])
 
@@ -54,22 +53,6 @@ def test_positions_have_no_gap_whatever_the_shards_have(shards, shard_rows, writ
         assert rows.lineage().written == sum(heads)
         if without_gap:
             assert read_at(rows, [*range(without_gap)]) == [serial[p] for p in range(without_gap)]
-
-
-def test_rows_being_written_are_not_readable_and_neither_are_those_below_them():
-    with make_rows(holding=6) as rows:
-        seen: list[Window] = []
-        fill = rows.fill
-
-        def look(*arguments) -> None:
-            seen.append(rows.window())
-            fill(*arguments)
-
-        rows.fill = look  # type: ignore[method-assign]
-        put(rows, 4)
-
-        assert seen == [Window((2,), (6,))]
-        assert rows.window() == Window((2,), (10,))
 
 
 @both_shapes
