@@ -89,11 +89,6 @@ def test_a_map_of_devices_needs_the_number_of_workers_and_keeps_the_model_to_pub
     assert initial_weights(False, **source, num_workers=1).model is source["model"]
 
 
-def test_a_model_and_weights_at_once_are_refused():
-    with pytest.raises(ConfigError, match="no weights"):
-        initial_weights(False, model=nn.Linear(2, 1), weights=TensorDict(), devices=[CPU])
-
-
 def test_a_refused_source_leaves_the_scheme_as_it_was():
     scheme = UniLabShmScheme()
     context = _collector(lambda: nn.Linear(2, 1), lambda: "no module")
