@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -13,7 +12,6 @@ from tensordict import TensorDict
 from torchrl.data import HERReplayBuffer, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import SliceSampler, TensorDictMaxValueWriter
 from torchrl.data.replay_buffers.sample_units import Sequence
-from torchrl.data.replay_buffers.samplers import ConsumingSampler
 
 from tests.support.transitions import episodes, replay_of, same, stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
@@ -118,13 +116,14 @@ BAD = {
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_rows_continue_where_refused_ones_would_have_been(make, bad):
     buffer = make(storage=PackedReplayStorage(50), batch_size=16)
-    for block in episodes(70).split(10):
-        before = buffer[:].clone() if len(buffer) else None
-        with pytest.raises(UniLabError) if before is not None else contextlib.nullcontext():
-            buffer.extend(bad(block.clone()) if before is not None else block.clone())
-        if before is not None:
-            assert same(buffer[:], before)
-            buffer.extend(block.clone())
+    first, *blocks = episodes(70).split(10)
+    buffer.extend(first.clone())
+    for block in blocks:
+        before = buffer[:].clone()
+        with pytest.raises(UniLabError):
+            buffer.extend(bad(block.clone()))
+        assert same(buffer[:], before)
+        buffer.extend(block.clone())
     expected = both(make)[1]
     assert same(buffer[:], expected[:])
     assert buffer.write_count == expected.write_count
@@ -179,10 +178,8 @@ def test_writing_through_a_view_changes_the_rows(how):
 
 
 def test_caches_of_samplers_notice_what_is_written_through_views():
-    buffer = both(
-        TensorDictReplayBuffer,
-        sampler=SliceSampler(slice_len=4, traj_key="episode", cache_values=True),
-    )[1]
+    sampler = SliceSampler(slice_len=4, traj_key="episode", cache_values=True)
+    _, buffer = both(TensorDictReplayBuffer, sampler=sampler)
     buffer.sample()
 
     buffer.set_at_("episode", torch.zeros(50, dtype=torch.int64), slice(0, 50))
@@ -203,12 +200,9 @@ def test_caches_of_samplers_notice_what_is_written_through_views():
     ids=["traj", "end", "cached"],
 )
 def test_slices_are_those_over_the_stock_storage_whatever_tells_their_ends(settings):
-    assert_alike(
-        [
-            both(TensorDictReplayBuffer, sampler=SliceSampler(slice_len=4, **settings))[i]
-            for i in range(2)
-        ]
-    )
+    samplers = [SliceSampler(slice_len=4, **settings) for _ in STORAGES]
+    (one, _), (_, other) = (both(TensorDictReplayBuffer, sampler=each) for each in samplers)
+    assert_alike([one, other])
 
 
 @pytest.mark.parametrize("boundary", ["pad", "stop", "include_reset"])
@@ -351,35 +345,23 @@ def test_the_best_rows_stay_as_over_the_stock_storage():
     assert torch.equal(buffers[0][:]["number"], buffers[1][:]["number"])
 
 
-@pytest.mark.parametrize("rows", [4, 10])
-def test_freed_and_new_positions_are_written_together(rows):
+@pytest.mark.parametrize(
+    ("capacity", "batch", "before", "after", "length"),
+    [(100, 10, 30, 14, 34), (100, 10, 30, 20, 40), (7, 2, 3, 10, 7)],
+)
+def test_freed_positions_are_written_before_new_ones(capacity, batch, before, after, length):
     """A consuming buffer that is not full gives freed positions first, then new ones."""
     buffers = []
     for storage in STORAGES:
-        buffer = TensorDictReplayBuffer(
-            storage=storage(100), batch_size=10, consume_after_n_samples=1
-        )
-        buffer.extend(episodes(30))
+        settings = {"batch_size": batch, "consume_after_n_samples": 1}
+        buffer = TensorDictReplayBuffer(storage=storage(capacity), **settings)
+        buffer.extend(episodes(before))
         torch.manual_seed(0)
         buffer.sample()
-        buffer.extend(episodes(10 + rows))
+        buffer.extend(episodes(before + after)[before:])
         buffers.append(buffer)
 
-    assert len(buffers[0]) == len(buffers[1]) == 30 + rows
-    assert torch.equal(buffers[0][:]["number"], buffers[1][:]["number"])
-
-
-def test_more_rows_than_fit_are_written_over_freed_positions_too():
-    buffers = []
-    for storage in STORAGES:
-        buffer = ReplayBuffer(storage=storage(7), sampler=ConsumingSampler(), batch_size=2)
-        buffer.extend(episodes(3))
-        torch.manual_seed(0)
-        buffer.sample()
-        buffer.extend(episodes(14)[4:])
-        buffers.append(buffer)
-
-    assert len(buffers[0]) == len(buffers[1]) == 7
+    assert len(buffers[0]) == len(buffers[1]) == length
     assert torch.equal(buffers[0][:]["number"], buffers[1][:]["number"])
 
 
