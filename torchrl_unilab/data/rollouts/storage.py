@@ -343,11 +343,8 @@ class RolloutRingStorage(SharedRollouts):
                 f"{list(own.batch_size)}). Build the storage from a rollout like them."
             )
         writing = self.ring.writer
-        tensors, count = (
-            [state_dict["rollouts"][name] for name in own.names],
-            (len(state_dict["of"]),),
-        )
-        own.select(own.tensordict(tensors, count), count)
+        tensors, count = [state_dict["rollouts"][name] for name in own.names], len(state_dict["of"])
+        own.select(own.tensordict(tensors, (count,)), (count,))  # refuses other shapes and dtypes
         try:
             for writer in {*state_dict["of"]}:  # refused before one is written
                 self.ring.become_writer(writer)
