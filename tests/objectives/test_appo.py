@@ -62,7 +62,7 @@ def test_rewards_of_another_dtype_are_learnt_in_that_of_the_values():
         {},
         {"value_clip": None},
         {"value_clip": 0.0, "critic_coeff": 0.7, "entropy_coeff": 0.01},
-        {"value_clip": 0.3, "clip_epsilon": 0.1, "rho_bar": 0.9},
+        {"value_clip": 0.3, "clip_epsilon": 0.1, "rho_bar": 0.7},
     ],
     ids=str,
 )
