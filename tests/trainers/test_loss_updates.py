@@ -102,41 +102,27 @@ def _assert_statistics(
             )
 
 
-@NORMALIZED
-@FUSED
-def test_td3_has_the_losses_of_the_reference(fused, normalized):
-    learner, update, batch = _off_policy(
-        "td3", fused, normalized, target_noise=0.4, target_noise_clip=0.5
-    )
-    state = {key: value.clone() for key, value in learner.loss.state_dict().items()}
-    torch.manual_seed(3)
-    expected = reference.td3(
-        state,
-        _normalized(batch, learner),
-        torch.randn(ROWS, ACT),
-        low=LOW.double(),
-        high=HIGH.double(),
-        gamma=0.99,
-        target_noise=0.4,
-        target_noise_clip=0.5,
-    )
-    _assert_statistics(_step(update, batch, seed=3), expected, fused)
+NOISE = {"target_noise": 0.4, "target_noise_clip": 0.5}
 
 
 @NORMALIZED
 @FUSED
-def test_sac_has_the_losses_of_the_reference(fused, normalized):
-    learner, update, batch = _off_policy("sac", fused, normalized, alpha=0.3)
+@pytest.mark.parametrize(
+    ("algorithm", "losses", "settings", "shape", "given"),
+    [
+        ("td3", reference.td3, NOISE, (ROWS, ACT), NOISE),
+        ("sac", reference.sac, {"alpha": 0.3}, (2, ROWS, ACT), {}),
+    ],
+    ids=["td3", "sac"],
+)
+def test_sac_and_td3_have_the_losses_of_the_reference(
+    fused, normalized, algorithm, losses, settings, shape, given
+):
+    learner, update, batch = _off_policy(algorithm, fused, normalized, **settings)
     state = {key: value.clone() for key, value in learner.loss.state_dict().items()}
+    given = {"low": LOW.double(), "high": HIGH.double(), "gamma": 0.99, **given}
     torch.manual_seed(3)
-    expected = reference.sac(
-        state,
-        _normalized(batch, learner),
-        torch.randn(2, ROWS, ACT),
-        low=LOW.double(),
-        high=HIGH.double(),
-        gamma=0.99,
-    )
+    expected = losses(state, _normalized(batch, learner), torch.randn(shape), **given)
     _assert_statistics(_step(update, batch, seed=3), expected, fused)
 
 
