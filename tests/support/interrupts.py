@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
+import torch
+from torchrl.envs.utils import exploration_type, set_exploration_type
+
 from tests.support.garbage import uncollected
 
 _WITHOUT_EFFECT = ("LOAD", "STORE_FAST", "PUSH", "POP", "COPY", "SWAP", "PRECALL", "KW_NAMES")
@@ -52,7 +55,8 @@ class Bytecodes:
     def interrupts(self, call: Callable[[], object]) -> bool:
         """Make the call; return whether it was interrupted."""
         before = sys.gettrace()
-        with uncollected():
+        # Between `__enter__` and its block an interrupt leaves the modes that are entered.
+        with uncollected(), set_exploration_type(exploration_type()), torch.enable_grad():
             sys.settrace(self)
             try:
                 call()

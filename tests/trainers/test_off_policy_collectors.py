@@ -127,7 +127,7 @@ def test_a_replay_that_never_has_enough_for_the_first_update_is_refused():
     settings = {"capacity": 16, "frames_per_batch": 4, "inline": True}
     with (
         ReplayCollector(create_pendulum, learner.actor, **settings) as collector,
-        pytest.raises(ConfigError, match=r"replay of 16 rows \(expected at least 32"),
+        pytest.raises(ConfigError, match=r"replay: 16 \(expected an integer of at least 32"),
     ):
         OffPolicyTrainer(
             collector=collector, loss_module=learner.loss, total_frames=100, config=config
