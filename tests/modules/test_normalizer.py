@@ -68,11 +68,6 @@ def test_a_size_that_is_no_positive_integer_is_refused(size):
         ObservationNormalizer(size)
 
 
-def test_a_size_that_fits_no_memory_is_refused():
-    with pytest.raises(ConfigError, match=r"statistics of 10+ observations: \d+ bytes"):
-        ObservationNormalizer(10**12)
-
-
 @pytest.mark.parametrize(
     "numbers", [{"epsilon": 0.0}, {"epsilon": -1.0}, {"epsilon": math.inf}, {"clip": -1.0}]
 )

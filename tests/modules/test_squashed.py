@@ -128,10 +128,10 @@ def test_bounds_and_widths_that_cannot_work_are_refused(make, bounds, complaint)
         make(3, 2, **bounds)
 
 
-@pytest.mark.parametrize("size", [0, -1, True, 2.0, None, 10**12, 2**62])
+@pytest.mark.parametrize("size", [0, -1, True, 2.0, None])
 @pytest.mark.parametrize("make", [make_sac_actor, make_td3_actor])
 def test_a_number_of_actions_that_cannot_be_is_refused(make, size):
-    with pytest.raises(ConfigError, match=rf"actions: ({size} .*integer|\d+ bytes)"):
+    with pytest.raises(ConfigError, match=rf"actions: {size} .*integer"):
         make(3, size)
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from typing_extensions import Self
 
 from torchrl_unilab.errors import ConfigError, LayoutShapeError
-from torchrl_unilab.limits import check_memory
 from torchrl_unilab.scalars import as_integer
 
 
@@ -49,9 +48,7 @@ class ObservationNormalizer(nn.Module):
 
     def __init__(self, size: int, *, epsilon: float = 1e-8, clip: float = 10.0) -> None:
         super().__init__()
-        remedy = "Give the length of their vector."
-        size = as_integer("size of observations", size, remedy)
-        check_memory(f"statistics of {size} observations", 16 * size, remedy)
+        size = as_integer("size of observations", size, "Give the length of their vector.")
         if not (0.0 < epsilon < math.inf and clip > 0.0):
             raise ConfigError(
                 f"ObservationNormalizer: epsilon {epsilon} and clip {clip} (expected numbers above "

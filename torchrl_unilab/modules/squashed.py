@@ -18,7 +18,6 @@ from torchrl.data import Bounded
 from torchrl.modules import TanhNormal
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.limits import check_memory
 from torchrl_unilab.modules.gaussian import DirectActor
 from torchrl_unilab.modules.mlp import relu_mlp
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
@@ -266,7 +265,6 @@ def _bounds(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bounds as tensors of their own, [size]; refuse those that leave no room."""
     size = as_integer("size of actions", size, "Give the length of their vector.")
-    check_memory(f"bounds of {size} actions", 8 * size, "Give the length of their vector.")
     bounds = []
     for name, value in (("low", low), ("high", high)):
         bound = torch.as_tensor(value, dtype=torch.get_default_dtype())

@@ -22,8 +22,7 @@ from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.arguments import CreateEnv, find_device
 from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.limits import available_memory
+from torchrl_unilab.limits import check_memory
 from torchrl_unilab.modules import (
     ObservationNormalizer,
     PerEnvNoise,
@@ -35,7 +34,7 @@ from torchrl_unilab.modules import (
 )
 from torchrl_unilab.modules.squashed import SquashedDeterministicActor
 from torchrl_unilab.objectives import APPOLoss
-from torchrl_unilab.runtime.budget import MemoryItem, readable
+from torchrl_unilab.runtime.budget import MemoryItem
 from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
 from torchrl_unilab.trainers.runs.budget import (
@@ -72,11 +71,7 @@ def _network_arguments(
     sizes = observation_sizes(env, config)
     widths = (min(sizes.values()), *config.hidden)
     needed = 3 * 4 * sum(map(mul, widths, config.hidden))  # actor, critic and a target at least
-    if needed > (free := available_memory()):
-        raise ConfigError(
-            f"hidden: {config.hidden}, networks of {readable(needed)} at least (expected at most "
-            f"{readable(free)}, the memory that is free). Lower it."
-        )
+    check_memory(f"hidden {config.hidden}, networks", needed, "Lower it.")
     normalizers = {key: ObservationNormalizer(size) for key, size in sizes.items() if normalized}
     actor, critic = (
         {
