@@ -38,5 +38,5 @@ def test_each_name_in_the_picture_of_the_layers_is_a_module():
     picture = ARCHITECTURE.partition("```text")[2].partition("```")[0]
     names = re.findall(r"\w+", picture)
     package = ROOT / "torchrl_unilab"
-    assert {"cli", "shm", "scalars"} <= {*names}
+    assert {"cli", "shm", "checks"} <= {*names}
     assert [n for n in names if not {package / n, package / f"{n}.py"} & {*package.iterdir()}] == []

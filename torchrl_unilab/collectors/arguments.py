@@ -14,9 +14,9 @@ from torchrl.envs import EnvBase, EnvCreator
 from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
 
+from torchrl_unilab.checks import as_choice, as_instance, as_integer
 from torchrl_unilab.collectors.worker import Measure
 from torchrl_unilab.errors import ConfigError, UsageError
-from torchrl_unilab.scalars import as_choice, as_instance, as_integer
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 CreateEnv = Callable[[], EnvBase]

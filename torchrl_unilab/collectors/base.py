@@ -23,6 +23,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
 from typing_extensions import Self
 
+from torchrl_unilab.checks import as_integer, as_seconds
 from torchrl_unilab.collectors.arguments import (
     STOCK_ARGUMENTS,
     CreateEnv,
@@ -50,7 +51,6 @@ from torchrl_unilab.errors import SegmentClosedError, UsageError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.runtime.workers import STOP_SECONDS, WorkerGroup
-from torchrl_unilab.scalars import as_integer, as_seconds
 from torchrl_unilab.shm.segment import closed_error
 
 Explore = Callable[[TensorDictModuleBase], TensorDictModuleBase]

@@ -15,6 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from typing_extensions import Unpack
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.collectors.arguments import CreateEnv, WorkerSettings
 from torchrl_unilab.collectors.base import Explore, WorkerCollector
 from torchrl_unilab.collectors.worker import (
@@ -27,7 +28,6 @@ from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_integer
 
 
 @dataclass

@@ -17,6 +17,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from typing_extensions import Unpack
 
+from torchrl_unilab.checks import as_choice, as_integer
 from torchrl_unilab.collectors.arguments import CreateEnv, WorkerSettings
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.collectors.team import WorkerTeam
@@ -25,7 +26,6 @@ from torchrl_unilab.data import RolloutRingStorage
 from torchrl_unilab.data.rollouts.shared import RolloutLease
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.shm.ring_writer import Overflow
 
 

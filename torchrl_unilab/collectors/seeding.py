@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.checks import as_integer
 
 _STARTS, _IDS_OF_START = 1 << 20, 1 << 20
 _IDS_OF_COLLECTOR = _STARTS * _IDS_OF_START

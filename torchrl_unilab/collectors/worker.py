@@ -20,10 +20,10 @@ from torch.nn.parameter import is_lazy
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from torchrl_unilab.checks import as_instance
 from torchrl_unilab.collectors.metrics import PHASES, EpisodeLog, PhaseClock
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import LayoutKeyError, LayoutShapeError
-from torchrl_unilab.scalars import as_instance
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 POLICY_VERSION = ("next", "policy_version")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.configs.settings import (
     AlgorithmConfig,
     Count,
@@ -20,7 +21,6 @@ from torchrl_unilab.configs.settings import (
     setting,
 )
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_integer
 
 MAX_POOL = 8
 """Rollouts that the pool holds at most."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
+from torchrl_unilab.checks import as_instance
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.configs.settings import (
@@ -21,7 +22,6 @@ from torchrl_unilab.configs.settings import (
     setting,
 )
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_instance
 
 Config = TypeVar("Config", APPOConfig, OffPolicyConfig)
 

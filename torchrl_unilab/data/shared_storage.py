@@ -18,9 +18,9 @@ from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 from torchrl.data.replay_buffers.writers import Writer
 from typing_extensions import Self
 
+from torchrl_unilab.checks import as_instance
 from torchrl_unilab.data.positions import MASKS
 from torchrl_unilab.errors import ConfigError, LayoutDtypeError, UsageError
-from torchrl_unilab.scalars import as_instance
 from torchrl_unilab.shm.liveness import check_spawning
 from torchrl_unilab.shm.segment import Owner, closed_error
 

@@ -19,6 +19,7 @@ from torch import nn
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
+from torchrl_unilab.checks import as_instance, as_integer
 from torchrl_unilab.distributed.mailbox import Letter, Reports, load_ray, open_mailbox, session
 from torchrl_unilab.distributed.node import (
     POLL_SECONDS,
@@ -28,7 +29,6 @@ from torchrl_unilab.distributed.node import (
 )
 from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_instance, as_integer
 from torchrl_unilab.shm import BlockLayout
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.waits import poll_while

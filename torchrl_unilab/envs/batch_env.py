@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
+from torchrl_unilab.checks import as_choice, as_instance
 from torchrl_unilab.envs.constructor import Constructor
 from torchrl_unilab.envs.env_state import EnvState, simulations_of
 from torchrl_unilab.envs.randomization import Ids, Randomize
@@ -26,7 +27,6 @@ from torchrl_unilab.envs.registry import make_task
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
 from torchrl_unilab.envs.task import Array, MujocoTask, join_observation, observation_shapes
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_choice, as_instance
 
 _FLAGS = ("done", "terminated", "truncated")
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}

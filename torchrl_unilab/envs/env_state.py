@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from torchrl_unilab.checks import as_choice, as_integer
 from torchrl_unilab.envs.episodes import Episodes
 from torchrl_unilab.envs.mujoco_engine import logger
 from torchrl_unilab.envs.randomization import Ids, Randomize
@@ -22,7 +23,6 @@ from torchrl_unilab.envs.task import Array, MujocoTask, checked_outcome
 from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.runtime.budget import plan_threads
-from torchrl_unilab.scalars import as_choice, as_integer
 
 
 class EnvState:

@@ -15,8 +15,8 @@ from mujoco import mjtObj
 from mujoco.batch import MODEL_FIELDS, Batch
 from numpy.typing import NDArray
 
+from torchrl_unilab.checks import as_choice
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_choice
 
 Ids = NDArray[np.intp]
 

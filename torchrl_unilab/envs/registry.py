@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from torchrl_unilab.checks import as_instance
 from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.envs.gymnasium.arms import Pusher, Reacher
 from torchrl_unilab.envs.gymnasium.base import GymnasiumTask
@@ -20,7 +21,6 @@ from torchrl_unilab.envs.gymnasium.runners import Ant, HalfCheetah, Hopper, Swim
 from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
 from torchrl_unilab.envs.task import MujocoTask
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_instance
 
 TASKS: Mapping[str, GymnasiumTask] = MappingProxyType(
     {

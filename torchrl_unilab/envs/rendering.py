@@ -20,8 +20,8 @@ from mujoco.batch import Batch
 from mujoco.rendering.classic import gl_context
 from numpy.typing import NDArray
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ConfigError, UsageError
-from torchrl_unilab.scalars import as_integer
 
 Camera: TypeAlias = str | int | mujoco.MjvCamera | None
 Pictures: TypeAlias = NDArray[np.uint8]

@@ -16,6 +16,7 @@ import torch
 from torchrl.collectors import BaseCollector
 from torchrl.trainers import Trainer, TrainerHookBase
 
+from torchrl_unilab.checks import as_choice, as_integer
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.arguments import policy_scheme
 from torchrl_unilab.collectors.worker import closing_env
@@ -23,7 +24,6 @@ from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.hydra.nodes import TrainerNode
-from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.trainers.base import check_arguments, leave_out
 from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.limits import check_memory
-from torchrl_unilab.scalars import as_integer
 
 
 def checked_widths(sizes: Sequence[int]) -> list[int]:

@@ -15,8 +15,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from typing_extensions import Self
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ConfigError, LayoutShapeError
-from torchrl_unilab.scalars import as_integer
 
 
 class ObservationNormalizer(nn.Module):

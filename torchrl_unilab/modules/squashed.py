@@ -17,11 +17,11 @@ from torch import nn
 from torchrl.data import Bounded
 from torchrl.modules import TanhNormal
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.gaussian import DirectActor
 from torchrl_unilab.modules.mlp import relu_mlp
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
-from torchrl_unilab.scalars import as_integer
 
 
 def squash(x: torch.Tensor) -> torch.Tensor:

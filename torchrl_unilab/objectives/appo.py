@@ -20,9 +20,9 @@ from torch.distributions import Distribution, kl_divergence
 from torchrl.modules.distributions.utils import sample_and_log_prob
 from torchrl.objectives import LossModule
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.objectives.vtrace import vtrace
-from torchrl_unilab.scalars import as_integer
 
 MIN_LR = 1e-5
 

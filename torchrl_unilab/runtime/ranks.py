@@ -32,6 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from typing_extensions import Self
 
+from torchrl_unilab.checks import as_integer, as_seconds
 from torchrl_unilab.errors import (
     ConfigError,
     DivergedError,
@@ -40,7 +41,6 @@ from torchrl_unilab.errors import (
     WaitTimeoutError,
 )
 from torchrl_unilab.limits import launcher_env, local_ranks, process_status
-from torchrl_unilab.scalars import as_integer, as_seconds
 from torchrl_unilab.waits import poll_while
 
 EXIT_REASON_SECONDS = 5.0  # within which the others say why they leave

@@ -25,10 +25,10 @@ from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
 from torchrl_unilab.runtime.link import Channel, PickledArguments, serve
 from torchrl_unilab.runtime.worker_process import CONTINUE_SECONDS, WorkerProcess
-from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.waits import deadline
 
 START_SECONDS = 120.0

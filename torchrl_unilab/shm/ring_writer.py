@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
+from torchrl_unilab.checks import as_choice, as_integer
 from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError
-from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import (
     check_spawning,

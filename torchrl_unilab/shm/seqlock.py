@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ContentionError, LayoutError, SegmentError
-from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.lock import RangeLock

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.trainers import LRSchedulerHook, RewardNormalizer, ValueEstimatorHook
 
+from torchrl_unilab.checks import as_instance, as_integer
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.data import RolloutPool
@@ -22,7 +23,6 @@ from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_instance, as_integer
 from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import APPOStepper

@@ -15,6 +15,7 @@ from torch import nn
 from torchrl import logger as torchrl_logger
 from torchrl.trainers import CountFramesLog, LogScalar, Trainer, UpdateWeights, UTDRHook
 
+from torchrl_unilab.checks import as_instance
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
@@ -22,7 +23,6 @@ from torchrl_unilab.errors import CheckpointError, ConfigError, DivergedError, L
 from torchrl_unilab.limits import launcher_env
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks, shapes_of
-from torchrl_unilab.scalars import as_instance
 from torchrl_unilab.trainers.runs.directory import check_can_be_made
 
 NORM = "norm of the weights"

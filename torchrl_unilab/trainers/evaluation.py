@@ -19,12 +19,12 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.trainers import Trainer
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.collectors.worker import Policy, act, base_env, closing_env, on_host
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import WorkerGroup
-from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.trainers.video import film_episodes
 from torchrl_unilab.weight_update import UniLabShmTransport

@@ -18,8 +18,8 @@ from tensordict import TensorDictBase
 from torchrl.trainers import Trainer, UpdateWeights
 from torchrl.trainers.trainers import TrainerHookBase
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.collectors.base import WorkerCollector
-from torchrl_unilab.scalars import as_integer
 
 
 class PublishWeights(TrainerHookBase):

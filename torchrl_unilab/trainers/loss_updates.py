@@ -17,6 +17,7 @@ from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import OptimizationStepper
 
+from torchrl_unilab.checks import as_instance
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.errors import ConfigError
@@ -27,7 +28,6 @@ from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.objectives.fused.adam import rate_of
 from torchrl_unilab.objectives.targets import sync_normalizers
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
-from torchrl_unilab.scalars import as_instance
 
 
 class APPOStepper(OptimizationStepper):

@@ -14,6 +14,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.objectives import LossModule, SACLoss, TD3Loss
 from torchrl.trainers import LRSchedulerHook, TargetNetUpdaterHook
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.configs.off_policy import OffPolicyConfig, compute_train_start_threshold
 from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
@@ -21,7 +22,6 @@ from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights

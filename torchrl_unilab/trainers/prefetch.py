@@ -15,9 +15,9 @@ from torchrl.data import RandomSampler
 from torchrl.trainers import ReplayBufferTrainer, Trainer
 from torchrl.trainers.trainers import TrainerHookBase
 
+from torchrl_unilab.checks import as_instance, as_integer
 from torchrl_unilab.data import DoubleBufferReplayPipeline
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_instance, as_integer
 
 
 class PrefetchReplay(TrainerHookBase):

@@ -19,10 +19,10 @@ from tensordict import TensorDictBase
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import TrainerHookBase
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.errors import LayoutKeyError
 from torchrl_unilab.runtime.trace import counter
-from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.trainers.hooks import BusyTime
 from torchrl_unilab.weight_update.versions import PolicyVersions
 

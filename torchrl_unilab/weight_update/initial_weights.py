@@ -15,8 +15,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl.weight_update.utils import _resolve_model
 
+from torchrl_unilab.checks import as_instance
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_instance
 from torchrl_unilab.weight_update.module_weights import ModuleWeights, Weights, named_tensors
 
 NO_MODEL_ID = (

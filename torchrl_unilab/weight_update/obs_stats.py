@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import LayoutError
-from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.segment import Owner
 

@@ -17,9 +17,9 @@ from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.utils import _resolve_model
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
+from torchrl_unilab.checks import as_choice, as_indices, as_integer
 from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_choice, as_indices, as_integer
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.waits import poll_while
 from torchrl_unilab.weight_update.initial_weights import (

@@ -16,8 +16,8 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import nn
 
+from torchrl_unilab.checks import as_indices, as_integer
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_indices, as_integer
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS

@@ -25,13 +25,13 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_unilab.checks import as_choice, as_integer, as_seconds
 from torchrl_unilab.data.pipeline.protocols import ReplaySource
 from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_choice, as_integer, as_seconds
 from torchrl_unilab.shm.segment import Owner, closed_error
 
 SLOTS = 2

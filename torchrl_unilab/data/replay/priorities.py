@@ -19,12 +19,12 @@ from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
+from torchrl_unilab.checks import as_choice, as_integer
 from torchrl_unilab.data.positions import MASKS, flat_positions, is_single
 from torchrl_unilab.data.replay.priority_tree import PriorityTree
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError, UsageError
 from torchrl_unilab.limits import check_memory
-from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.shm.window import Window
 
 

@@ -15,6 +15,7 @@ from typing import Any, get_args
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from torchrl_unilab.checks import as_choice, as_integer, as_seconds
 from torchrl_unilab.data.replay.append import Finals, NonFinite, RowAppender, as_rows, check_steps
 from torchrl_unilab.data.replay.form import RowForm
 from torchrl_unilab.data.replay.gather import BatchLayout, ReplaySnapshot, RowGatherer
@@ -24,7 +25,6 @@ from torchrl_unilab.data.stock import STORAGE_ARGUMENTS, check_stock_arguments
 from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError, UsageError
 from torchrl_unilab.limits import check_memory
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_choice, as_integer, as_seconds
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment, free_bytes
 

@@ -12,9 +12,9 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_unilab.checks import as_choice, as_instance, as_seconds
 from torchrl_unilab.data.rollouts.storage import RolloutRingStorage, RolloutSampler
 from torchrl_unilab.data.shared_storage import SharedStorageWriter, Stateless
-from torchrl_unilab.scalars import as_choice, as_instance, as_seconds
 
 Take = Literal["oldest", "newest"]
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.configs.appo import MAX_POOL
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.errors import ConfigError, LayoutShapeError
-from torchrl_unilab.scalars import as_integer
 
 
 class RolloutPool:

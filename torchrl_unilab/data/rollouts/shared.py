@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from torchrl_unilab.checks import as_seconds
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_seconds
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import Lease, RolloutRing
 from torchrl_unilab.shm.ring_writer import Overflow, check_ring

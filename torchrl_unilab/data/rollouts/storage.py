@@ -20,13 +20,13 @@ from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 from typing_extensions import Self
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.data.positions import check_range, flat_positions, is_mask, is_single
 from torchrl_unilab.data.rollouts.checkpoint import RolloutRingCheckpointer, check_state
 from torchrl_unilab.data.rollouts.shared import SharedRollouts
 from torchrl_unilab.data.schema import TensorField, TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorageWriter
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError, WaitTimeoutError
-from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.ring import COUNTERS, Lease
 
 _Source = tuple[list[torch.Tensor], int | None]

@@ -15,10 +15,10 @@ import numpy as np
 from mujoco import mjtJoint
 from numpy.typing import NDArray
 
+from torchrl_unilab.checks import as_choice, as_instance
 from torchrl_unilab.envs.randomization import columns
 from torchrl_unilab.envs.task import Array, Fields, MujocoTask, Outcome, State
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
-from torchrl_unilab.scalars import as_choice, as_instance
 
 
 @dataclass(frozen=True)

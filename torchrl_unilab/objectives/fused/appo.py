@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ConfigError, LayoutShapeError
 from torchrl_unilab.modules.critics import StateValue
 from torchrl_unilab.modules.gaussian import HALF_LOG_2PI, GaussianActor, GaussianParameters
@@ -26,7 +27,6 @@ from torchrl_unilab.objectives.fused.networks import (
     one_input,
 )
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
-from torchrl_unilab.scalars import as_integer
 
 STATISTICS = (
     "loss_objective",

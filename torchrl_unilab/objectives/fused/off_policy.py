@@ -18,6 +18,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torchrl.objectives import LossModule, ValueEstimators
 
+from torchrl_unilab.checks import as_choice, as_integer
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.critics import QValue
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
@@ -35,7 +36,6 @@ from torchrl_unilab.objectives.fused.threads import SideExecutor, run_both
 from torchrl_unilab.objectives.fused.transitions import TransitionRows, Transitions
 from torchrl_unilab.objectives.targets import targets_of
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
-from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.shm.segment import Owner
 
 OF_CRITICS = ("loss_qvalue", "q_value", "td_error")

@@ -18,6 +18,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from torchrl.objectives import LossModule
 
+from torchrl_unilab.checks import as_integer
 from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.replay import row_keys
 from torchrl_unilab.collectors.worker import example_rollout, reward_terms
@@ -37,7 +38,6 @@ from torchrl_unilab.runtime.budget import (
     ThreadPlan,
     plan_threads,
 )
-from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.layout import BlockLayout, dotted
 from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.rows import SharedRows

@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
+from torchrl_unilab.checks import as_choice, as_instance, as_integer, as_seconds
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_choice, as_instance, as_integer, as_seconds
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)], ids=repr)
