@@ -26,6 +26,7 @@ load.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import deque
@@ -119,7 +120,7 @@ def train(task: str, *, seed: int, seconds: float, threads: int) -> list[tuple[f
 
     Returns:
         (Seconds, frames, mean return of the last 64 finished episodes or fewer) after each
-        batch, from the first finished episode on.
+        batch; NaN until an episode has finished.
     """
     torch.manual_seed(seed)
     finished: deque[float] = deque(maxlen=64)
@@ -147,8 +148,8 @@ def train(task: str, *, seed: int, seconds: float, threads: int) -> list[tuple[f
                 learner.update(data)
                 collector.update_policy_weights_()
                 elapsed = time.perf_counter() - started
-                if finished:
-                    curve.append((elapsed, frames, sum(finished) / len(finished)))
+                mean = sum(finished) / len(finished) if finished else math.nan
+                curve.append((elapsed, frames, mean))
                 if elapsed >= seconds:
                     break
         finally:
