@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -104,7 +105,8 @@ def read(peer: str, output: str, directory: Path, wall: float) -> dict[str, Any]
         return record
     if peer == STOCK:
         curve = json.loads(output.splitlines()[-1])
-        seconds, frames, _ = curve[-1] if curve else (wall, 0, 0.0)
+        seconds, frames, _ = curve[-1]
+        curve = [point for point in curve if not math.isnan(point[2])]
         updates = frames // stock_ppo.MINIBATCH * stock_ppo.EPOCHS
     else:
         summary = json.loads((directory / "run" / "summary.json").read_text())
@@ -185,9 +187,10 @@ def line(record: dict[str, Any]) -> str:
     """A run as a row of the table."""
     curve, seconds = record["curve"], record["seconds"]
     frames, updates = record["frames"] / seconds, record["optim_steps"] / seconds
+    mean = f"{curve[-1][2]:,.0f}" if curve else "-"
     reached = " | ".join(cell(arrival(curve, step)) for step in STEPS[record["task"]])
     return (
-        f"| {record['peer']} | {record['seed']} | {curve[-1][2] if curve else 0:,.0f} | {reached} "
+        f"| {record['peer']} | {record['seed']} | {mean} | {reached} "
         f"| {frames:,.0f} | {updates:,.0f} | {record['cpu_seconds'] / seconds:.1f} "
         f"| {record['peak_bytes'] / 1e6:,.0f} |"
     )
