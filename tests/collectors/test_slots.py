@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.support.acting import begun, make_policy
 from tests.support.collecting import FRAMES, IDS, appo_collector, data_of
@@ -37,11 +38,14 @@ def test_a_rollout_that_is_lent_is_not_said_to_wait_and_does_not_come_again(inli
 
 
 def test_a_tick_without_room_is_an_error_and_is_taken_when_there_is_some(inline, monkeypatch):
+    before = next(iter(inline)).clone()
     with monkeypatch.context() as patch:
         patch.setattr(RingSink, "collect", lambda *_: False)
-        with pytest.raises(WaitTimeoutError, match="tick 1: no slot was freed in time"):
+        with pytest.raises(WaitTimeoutError, match="tick 2: no slot was freed in time"):
             next(iter(inline))
-    assert next(iter(inline)).numel() == FRAMES
+    after = next(iter(inline))
+    assert after.numel() == FRAMES
+    assert torch.equal(after[IDS][:, 0], before[IDS][:, -1])  # the episodes go on
 
 
 def test_workers_pause_once_all_frames_have_come_and_continue_for_more():

@@ -170,16 +170,18 @@ class WorkerService:
         stored, before = self.sink.stored(), self.ticks
         try:
             self.ticks = tick
-            if not self.sink.collect(self.rollouts, self.publish, None):
-                raise WaitTimeoutError(
-                    f"tick {tick}: no slot was freed in time (expected one). Release leases."
-                )
+            collected = self.sink.collect(self.rollouts, self.publish, None)
         except BaseException:  # inline, Ctrl-C may have come at any point
             self.ticks = before
             self.rollouts.reset()  # the environment may be ahead of what was kept of its episodes
             if self.sink.stored() > stored:
                 self.ticks = tick
             raise
+        if not collected:
+            self.ticks = before
+            raise WaitTimeoutError(
+                f"tick {tick}: no slot was freed in time (expected one). Release leases."
+            )
 
     def _run(self, running: bool) -> None:
         self.running = running
