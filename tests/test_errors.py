@@ -29,6 +29,11 @@ def test_the_docstring_shows_the_class_hierarchy():
     assert sorted(shown) == sorted(_walk(errors.UniLabError))
 
 
+def test_all_names_each_error():
+    classes = [name for name, value in vars(errors).items() if inspect.isclass(value)]
+    assert errors.__all__ == sorted(classes)
+
+
 def test_the_package_raises_no_bare_value_or_runtime_error():
     package = Path(torchrl_unilab.__file__).parent
     bare = [
@@ -55,14 +60,13 @@ def test_each_message_says_what_was_expected():
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    raised = {name for name, value in vars(errors).items() if inspect.isclass(value)}
     elsewhere = {"_expected", "_no_room", "_over_limit", "refusal", "str", "unfit"}
     silent = []
     for path, tree in trees.items():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
-            if node.func.id in {*raised, "NotImplementedError"} and node.args:
+            if node.func.id in {*errors.__all__, "NotImplementedError"} and node.args:
                 words = _words(node.args[0])
                 words = words.union(*(constants.get(word, ()) for word in words))
                 if not words & {"expected", *elsewhere}:

@@ -28,6 +28,27 @@ Messages read ``<what failed>: <observed> (expected <x>). <remedy>``.
 
 from __future__ import annotations
 
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ContentionError",
+    "DivergedError",
+    "LayoutDtypeError",
+    "LayoutError",
+    "LayoutKeyError",
+    "LayoutShapeError",
+    "PeerGoneError",
+    "PositionError",
+    "RunCompleteError",
+    "SegmentClosedError",
+    "SegmentError",
+    "SegmentSpaceError",
+    "UniLabError",
+    "UsageError",
+    "WaitTimeoutError",
+    "WorkerError",
+]
+
 
 class UniLabError(Exception):
     """Base class of the package's errors."""
