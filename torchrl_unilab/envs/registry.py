@@ -131,6 +131,6 @@ def _imported(module: str, attribute: str, options: Mapping[str, Any]) -> Mujoco
             "so). Correct the names, or the class."
         ) from error
     remedy = "Name a task or its class; other environments train by train_appo(create_env=...)."
-    as_instance(f"make_task: '{module}:{attribute}' gives", task, MujocoTask, remedy)
-    made: MujocoTask = task
+    what = f"make_task: '{module}:{attribute}' gives"
+    made: MujocoTask = as_instance(what, task, MujocoTask, remedy)
     return made

@@ -28,7 +28,6 @@ from torchrl_unilab.trainers import (
     train_off_policy,
 )
 from torchrl_unilab.trainers.runs.checkpoint import DIGESTS, RunCheckpoints, _digests
-from torchrl_unilab.trainers.runs.train import Run
 
 KILLED = 160  # frames, after the first checkpoint
 # What makes each hard: a round of rollouts cut in two and older ones used again, and noise that
@@ -382,22 +381,3 @@ def test_a_run_whose_end_was_interrupted_is_ended_by_a_resumed_one(run_dir):
     assert not resume_run(run_dir, **QUIET)["interrupted"]
     with pytest.raises(RunCompleteError):
         resume_run(run_dir, **QUIET)
-
-
-def test_a_checkpoint_that_came_while_a_run_was_being_resumed_is_not_passed_over(
-    run_dir, monkeypatch
-):
-    connect = Run.connect
-
-    def early(run: Run, closing: object) -> None:
-        connect(run, closing)
-        if not done:
-            done.append(True)
-            resume_run(run_dir, frames=2 * FRAMES, **QUIET)
-
-    done: list[bool] = []
-    monkeypatch.setattr(Run, "connect", early)
-    with pytest.raises(
-        ConfigError, match=r"its newest checkpoint is frames-\d+ by now \(expected frames-\d+\)"
-    ):
-        resume_run(run_dir, frames=2 * FRAMES, **QUIET)

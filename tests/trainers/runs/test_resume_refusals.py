@@ -24,6 +24,7 @@ from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.trainers import evaluate_run, load_policy, resume_run
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, _digests, run_checkpoint
 from torchrl_unilab.trainers.runs.playback import play_run
+from torchrl_unilab.trainers.runs.train import Run
 
 
 def plant(run_dir: Path, component: str, mark: Path) -> None:
@@ -196,3 +197,22 @@ def test_a_run_without_its_settings_is_evaluated_and_resumed_by_those_of_its_che
     shutil.rmtree(max((run_dir / "checkpoint").iterdir()))
     assert resume_run(run_dir, **QUIET)["frames"] == FRAMES
     assert read_config(run_dir / "config.yaml")["hidden"] == (8,)
+
+
+def test_a_checkpoint_that_came_while_a_run_was_being_resumed_is_not_passed_over(
+    run_dir, monkeypatch
+):
+    connect = Run.connect
+
+    def early(run: Run, closing: object) -> None:
+        connect(run, closing)
+        if not done:
+            done.append(True)
+            resume_run(run_dir, frames=2 * FRAMES, **QUIET)
+
+    done: list[bool] = []
+    monkeypatch.setattr(Run, "connect", early)
+    with pytest.raises(
+        ConfigError, match=r"its newest checkpoint is frames-\d+ by now \(expected frames-\d+\)"
+    ):
+        resume_run(run_dir, frames=2 * FRAMES, **QUIET)
