@@ -189,10 +189,11 @@ def test_priorities_of_rows_beyond_the_storage_are_left_out(writers, written):
             buffer.update_priority(CAPACITY, 1.0)
 
 
+@pytest.mark.parametrize("over", ["packed", "stock"])
 @pytest.mark.parametrize("index", [0, [0], torch.tensor([0, -1])], ids=str)
-def test_where_nothing_was_written_no_priority_is_set(index):
+def test_where_nothing_was_written_no_priority_is_set(index, over):
     with PackedReplayStorage(CAPACITY) as storage:
-        buffer = prioritized_buffer(storage)
+        buffer = prioritized_buffer(storage if over == "packed" else LazyTensorStorage(CAPACITY))
         buffer.update_priority(index, 1.0)
         assert not buffer.sampler._sum_tree.values.any()
         buffer.extend(numbered_rows(2))
