@@ -57,6 +57,7 @@ class Bytecodes:
         before = sys.gettrace()
         # Between `__enter__` and its block an interrupt leaves the modes that are entered.
         with uncollected(), set_exploration_type(exploration_type()), torch.enable_grad():
+            sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for it in `settrace`
             sys.settrace(self)
             try:
                 call()
