@@ -27,7 +27,6 @@ SETS: dict[str, list[str]] = {
         "hydra-core==1.3.2",
         "pydantic==2.9.*",
         "rich==13.*",
-        "typing_extensions==4.12.*",
     ],
     "newest": ["--upgrade-strategy=eager", "--upgrade"],
 }

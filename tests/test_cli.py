@@ -92,10 +92,6 @@ def test_an_error_of_a_task_of_ones_own_shows_where_it_was_raised(tmp_path, monk
         main([*command, "--run-dir", str(tmp_path / "run")])
 
 
-SAFE_PATH = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has the directory first")
-
-
-@SAFE_PATH
 def test_a_task_of_the_working_directory_is_found(tmp_path):
     (tmp_path / "mine.py").write_text("raise SystemExit('found')\n")
     command = ["train", "appo", "--env", "mine:Task", "--frames", "9", "--run-dir", "run"]
@@ -105,7 +101,6 @@ def test_a_task_of_the_working_directory_is_found(tmp_path):
     assert "found" in done.stderr
 
 
-@SAFE_PATH
 def test_a_file_of_the_working_directory_hides_no_module_of_pythons(tmp_path):
     (tmp_path / "cmd.py").write_text("raise SystemExit('hidden')\n")  # which pdb imports
     command = ["train", "appo", "--env", "InvertedPendulum-v5", "--run-dir", "run", *SMALL.split()]

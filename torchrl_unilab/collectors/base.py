@@ -11,7 +11,7 @@ import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import cloudpickle
 import torch
@@ -21,7 +21,6 @@ from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
-from typing_extensions import Self
 
 from torchrl_unilab.checks import as_integer, as_seconds
 from torchrl_unilab.collectors.arguments import (

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
-from typing_extensions import Unpack
 
 from torchrl_unilab.checks import as_integer
 from torchrl_unilab.collectors.arguments import CreateEnv, WorkerSettings

@@ -10,12 +10,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Unpack, get_args
 
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
-from typing_extensions import Unpack
 
 from torchrl_unilab.checks import as_choice, as_integer
 from torchrl_unilab.collectors.arguments import CreateEnv, WorkerSettings

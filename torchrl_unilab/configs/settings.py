@@ -15,10 +15,9 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
-from typing_extensions import Self
 
 from torchrl_unilab.errors import ConfigError
 

@@ -7,7 +7,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torchrl.data import Composite
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 from torchrl.data.replay_buffers.writers import Writer
-from typing_extensions import Self
 
 from torchrl_unilab.checks import as_instance
 from torchrl_unilab.data.positions import MASKS

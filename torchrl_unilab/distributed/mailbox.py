@@ -70,7 +70,7 @@ class Mailbox:
             try:
                 newer = self._posted.wait_for(lambda: self._letter.version > after)
                 await asyncio.wait_for(newer, seconds)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 return None
             return self._letter
 

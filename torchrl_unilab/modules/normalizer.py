@@ -7,13 +7,12 @@ The statistics are buffers: they are published and saved with the policy, and ch
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
-from typing_extensions import Self
 
 from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ConfigError, LayoutShapeError

@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
-from typing_extensions import Self
 
 from torchrl_unilab.checks import as_integer, as_seconds
 from torchrl_unilab.errors import (

@@ -8,12 +8,11 @@ use. What lies below, and the replay's own `add` and `sample`, is in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import HERReplayBuffer
-from typing_extensions import Self
 
 from torchrl_unilab.data.positions import (
     batch_shape,

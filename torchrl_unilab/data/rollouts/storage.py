@@ -12,13 +12,12 @@ copy in, one copy out. Collectors and learners use the slots in place, by what i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
-from typing_extensions import Self
 
 from torchrl_unilab.checks import as_integer
 from torchrl_unilab.data.positions import check_range, flat_positions, is_mask, is_single

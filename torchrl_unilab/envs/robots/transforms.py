@@ -10,7 +10,7 @@ it would apply the transforms before it to the action again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs.transforms import ObservationTransform, Transform
-from typing_extensions import Self
 
 from torchrl_unilab.errors import ConfigError, UsageError
 
