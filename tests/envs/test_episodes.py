@@ -1,4 +1,4 @@
-"""Episodes counted by when they began, beside a plain count of their steps."""
+"""Episodes of all simulations at once, beside a plain count of the steps of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEED = st.one_of(
 
 
 class Plain:
-    """The same, by counting each episode's steps at each step."""
+    """The same, one simulation after the other."""
 
     def __init__(self) -> None:
         self.elapsed = [0] * N
@@ -58,7 +58,7 @@ def test_episodes_are_what_counting_each_step_of_each_says(deeds):
         assert episodes.elapsed.tolist() == plain.elapsed
         assert episodes.terminated.tolist() == plain.terminated
         assert episodes.truncated.tolist() == plain.truncated
-        assert episodes.any_done == done.any()
+        assert episodes.done.tolist() == done.tolist()
         expected = [done, plain.terminated, plain.truncated]
         flags = np.array(episodes.flags())
         assert flags.dtype == bool

@@ -306,16 +306,16 @@ class MujocoBatchEnv(EnvBase, metaclass=Constructor):
         self, tensordict: TensorDictBase
     ) -> tuple[TensorDictBase, TensorDictBase]:
         """Do as the base class, without its masks and merges for environments of any shape."""
-        if tensordict.get("_step", None) is not None or self._post_step_mdp_hooks:
+        keys = tensordict.keys()
+        if "_step" in keys or self._post_step_mdp_hooks:
             tensordict, root = super()._step_and_maybe_reset(tensordict)
             return tensordict, root
         if tensordict.device != self.device:
             tensordict = tensordict.to(self.device)
         tensordict = self.step(tensordict)
         root = self._step_mdp(tensordict)
-        episodes = self._state.episodes
-        if episodes.any_done:
-            done = episodes.terminated | episodes.truncated
+        done = self._state.episodes.done
+        if np.count_nonzero(done):  # takes a tenth of `any`
             # rows that continue get what the step returned
             fresh = self._reset(self._unchecked({"_reset": self._tensor(done)}))
             others = root.exclude(*fresh.keys())
@@ -367,7 +367,7 @@ class MujocoBatchEnv(EnvBase, metaclass=Constructor):
         """Return the present observation and flags, in new tensors, and `entries`."""
         start = time.perf_counter()
         state = self._state
-        groups = self.task.observations(state.physics.seen) if self._observes else {}
+        groups = self.task.observations(state.physics.fields) if self._observes else {}
         for key, parts in groups.items():
             array = join_observation(self.task.name, key, parts, self._shapes[key], self.dtype)
             entries[key] = self._tensor(array)
