@@ -173,12 +173,12 @@ class EnvState:
                 changed then; or if the task's rewards are.
         """
         task, physics = self.task, self.physics
-        self._check_action(action)
+        self._check_action(action, physics)
         start = time.perf_counter()
-        before = task.before(physics.seen)
+        before = task.before(physics.fields)
         diverged = physics.step(action, ids)
         start = self.count("physics", start)
-        outcome = checked_outcome(task, physics.seen, before, action, self.dt)
+        outcome = checked_outcome(task, physics.fields, before, action, self.dt)
         reward, terminated = outcome.reward, outcome.terminated
         terms, info = outcome.terms, outcome.info
         if diverged is not None:
@@ -311,15 +311,15 @@ class EnvState:
                 "whether actions are huge, or correct the task's rewards."
             )
 
-    def _check_action(self, action: NDArray[Any]) -> None:
-        shape = (len(self), self.physics.num_controls)
+    def _check_action(self, action: NDArray[Any], physics: Simulations) -> None:
+        shape = (len(self), physics.num_controls)
         if action.shape != shape:
             raise ConfigError(
                 f"MujocoBatchEnv.step: action has shape {action.shape} (expected "
                 f"{shape}). Give one row of controls per simulation."
             )
         if not all_finite(action):
-            seen = self.task.observations(self.physics.seen)
+            seen = self.task.observations(physics.fields)
             wrong = [key for key, parts in seen.items() if not all(map(all_finite, parts))]
             remedy = f"Correct the task: its {wrong} is not finite" if wrong else "Check the policy"
             raise ConfigError(

@@ -35,7 +35,7 @@ class Simulations:
 
     The physics derives all other fields from the state; after a step they are those of one
     substep before it. They cannot be recomputed from the state, and the batch does not let them
-    be written. So after a load, `seen` has the loaded values of these until the physics runs.
+    be written. So after a load, `fields` has the loaded values of these until the physics runs.
 
     Args:
         task: The task, which has the model and names the fields to read.
@@ -46,10 +46,8 @@ class Simulations:
     Attributes:
         batch: The `mujoco.batch.Batch`.
         num_controls: Controls of each simulation.
-        fields: Live views of what the task reads, and the commands, ``(n, ...)`` each: they
-            change with every call.
-        seen: What tasks read: `fields`, with loaded values in place of derived ones until the
-            physics runs.
+        fields: What the task reads, and the commands, ``(n, ...)`` each: live views, which change
+            with every call; loaded values in place of derived ones until the physics runs.
         randomizer: Holds what differs between the models.
         start: The model's default positions ``(nq,)`` and velocities ``(nv,)``, read-only.
 
@@ -90,9 +88,8 @@ class Simulations:
         self.fields = _Fields({name: _field(batch, name, task.name) for name in names})
         if task.command_size:
             self.fields["command"] = np.zeros((num_envs, task.command_size))
-        self.seen: Mapping[str, NDArray[Any]] = self.fields
-        data = [name for name in names if name in DATA_FIELDS]
-        self._derived = [name for name in data if not self.fields[name].flags.writeable]
+        data = {name: self.fields[name] for name in names if name in DATA_FIELDS}
+        self._derived = {name: view for name, view in data.items() if not view.flags.writeable}
         self._loaded: dict[str, NDArray[Any]] = {}
         self._ctrl = batch.bind("ctrl")
         self.num_controls = int(self._ctrl.shape[1])
@@ -153,7 +150,7 @@ class Simulations:
         return {
             "task": self._name,
             "state": self.batch.state.copy(),
-            "derived": {name: self.seen[name].copy() for name in self._derived},
+            "derived": {name: self.fields[name].copy() for name in self._derived},
             "command": self.fields["command"].copy() if "command" in self.fields else None,
             "randomizer": self.randomizer.state_dict(),
         }
@@ -180,16 +177,17 @@ class Simulations:
         self.randomizer.load_state_dict(state["randomizer"])
         self.batch.state[...] = state["state"]
         self._loaded = {name: field.copy() for name, field in state["derived"].items()}
-        self.seen = _Fields({**self.fields, **self._loaded})
+        self.fields.update(self._loaded)
         if "command" in self.fields:
             self.fields["command"][...] = state["command"]
 
     def _show_derived(self, ids: Ids | None) -> None:
         """End the use of loaded values in simulations `ids`, which have run; in all for None."""
-        if ids is None:
-            self._loaded, self.seen = {}, self.fields
+        if ids is None and self._loaded:
+            self.fields.update(self._derived)
+            self._loaded = {}
         for name, loaded in self._loaded.items():
-            loaded[ids] = self.fields[name][ids]
+            loaded[ids] = self._derived[name][ids]
 
 
 def _keep_inherited() -> None:
