@@ -1,4 +1,4 @@
-"""Arguments: integers, seconds, choices and objects by kind."""
+"""Arguments: numbers, seconds, names, choices and objects by kind."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
-from torchrl_unilab.checks import as_choice, as_instance, as_integer, as_seconds
+from torchrl_unilab.checks import (
+    as_choice,
+    as_instance,
+    as_integer,
+    as_names,
+    as_number,
+    as_range,
+    as_seconds,
+)
 from torchrl_unilab.errors import ConfigError
 
 
@@ -34,6 +43,54 @@ def test_an_integer_that_is_too_large_is_refused_with_the_largest(value):
 def test_an_integer_of_more_than_64_bits_is_refused():
     with pytest.raises(ConfigError, match=rf"an integer of 1 to {2**63 - 1}\)"):
         as_integer("count", 2**63, "Change it.")
+
+
+@pytest.mark.parametrize("value", [0, np.float32(0.5), np.int64(0), torch.tensor(0.5)], ids=repr)
+def test_a_number_of_an_interval_is_returned_as_a_float_of_pythons(value):
+    assert type(as_number("share", value, "Change it.", "[0, 1)")) is float
+    assert as_number("share", value, "Change it.", "[0, 1)") == value
+
+
+@pytest.mark.parametrize(
+    ("interval", "taken", "refused"),
+    [
+        ("[0, 1)", [0, 0.5], [-1e-9, 1, math.inf]),
+        ("(0, 1]", [1e-9, 1], [0, 1.1, -math.inf]),
+        ("(0, inf]", [1, math.inf], [0, -1]),
+        ("(-inf, inf)", [-1e300, 1e300], [math.inf, -math.inf]),
+    ],
+)
+def test_an_interval_says_which_of_its_ends_it_has(interval, taken, refused):
+    for value in taken:
+        as_number("share", value, "Change it.", interval)
+    for value in refused:
+        expected = "a finite number" if "-inf" in interval else f"a number in {interval}"
+        message = f"share: {value!r} (expected {expected}). Change it."
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            as_number("share", value, "Change it.", interval)
+
+
+@pytest.mark.parametrize("value", [math.nan, True, "3", None, [1.0]], ids=repr)
+def test_what_is_no_number_is_refused(value):
+    with pytest.raises(ConfigError, match=r"\(expected a finite number\)"):
+        as_number("share", value, "Change it.")
+
+
+@pytest.mark.parametrize("value", [1.0, (1.0,), (1, 2, 3), (2, 1), (0, "1"), "01", (0, math.nan)])
+def test_what_are_not_two_numbers_in_order_is_refused(value):
+    with pytest.raises(ConfigError, match=r"^bounds: .* \(expected .*\)\. Change them\."):
+        as_range("bounds", value, "Change them.")
+
+
+def test_two_numbers_in_order_are_returned():
+    assert as_range("bounds", [1, 1.0], "Change them.", "[0, 1]") == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("value", ["torso", 5, (1,), None], ids=repr)
+def test_what_are_no_names_is_refused_with_the_tuple_that_was_meant(value):
+    message = f"objects: {value!r} (expected a tuple of names). Give ({value!r},)."
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        as_names("objects", value)
 
 
 @pytest.mark.parametrize("value", [2, 0.5, math.inf, np.float32(3)], ids=repr)

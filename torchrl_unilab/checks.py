@@ -1,16 +1,17 @@
-"""Arguments, checked: integers, seconds and choices, of Python or of NumPy, and objects by kind."""
+"""Arguments, checked: numbers, names and choices, of Python or of NumPy, and objects by kind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 from torchrl_unilab.errors import ConfigError
 
 T = TypeVar("T")
 
 _MOST = (1 << 63) - 1
+FINITE = "(-inf, inf)"
 
 
 def as_integer(what: str, value: Any, remedy: str, *, least: int = 1, most: int = _MOST) -> int:
@@ -49,6 +50,66 @@ def as_indices(what: str, given: int | Iterable[int]) -> list[int]:
     """
     several = given if isinstance(given, Iterable) else [given]
     return [as_integer(what, index, "Number them from 0.", least=0) for index in several]
+
+
+def as_number(what: str, value: Any, remedy: str, interval: str = FINITE) -> float:
+    """Return a number of an interval, as a Python float.
+
+    Args:
+        what: What it is, for the message.
+        value: The number; a text or True is none.
+        remedy: What to do about another value.
+        interval: Such as ``"[0, 1)"``, without 1; by default all finite numbers.
+
+    Raises:
+        ConfigError: The value is no number (NaN is none), or not in the interval.
+
+    Examples:
+        >>> as_number("tau", 2, "Use 0.005.", "[0, 1]")
+        Traceback (most recent call last):
+        ...
+        torchrl_unilab.errors.ConfigError: tau: 2 (expected a number in [0, 1]). Use 0.005.
+    """
+    number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
+    found = float(value) if number else float("nan")
+    low, high = map(float, interval[1:-1].split(","))
+    above = low < found or (low == found and interval[0] == "[")
+    below = found < high or (found == high and interval[-1] == "]")
+    if not (above and below):
+        expected = "a finite number" if interval == FINITE else f"a number in {interval}"
+        raise ConfigError(f"{what}: {value!r} (expected {expected}). {remedy}")
+    return found
+
+
+def as_range(what: str, value: Any, remedy: str, interval: str = FINITE) -> tuple[float, float]:
+    """Return two numbers of an interval (`as_number`), low first; else a ConfigError.
+
+    Examples:
+        >>> as_range("speed", (1, 0), "Exchange them.")
+        Traceback (most recent call last):
+        ...
+        torchrl_unilab.errors.ConfigError: speed: (1, 0) (expected two numbers, low first). Exch...
+    """
+    several = isinstance(value, tuple | list)
+    numbers = [as_number(what, each, remedy, interval) for each in (value if several else ())]
+    if len(numbers) != 2 or numbers[0] > numbers[1]:
+        raise ConfigError(f"{what}: {value!r} (expected two numbers, low first). {remedy}")
+    return numbers[0], numbers[1]
+
+
+def as_names(what: str, value: Sequence[str]) -> Sequence[str]:
+    """Return a sequence of names; else a ConfigError: a text alone is no sequence of its letters.
+
+    Examples:
+        >>> as_names("objects", "torso")
+        Traceback (most recent call last):
+        ...
+        torchrl_unilab.errors.ConfigError: objects: 'torso' (expected a tuple of names). Give ('...
+    """
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    if not several or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{what}: {value!r} (expected a tuple of names). Give ({value!r},).")
+    return value
 
 
 def as_seconds(what: str, value: Any, *, zero: bool = False) -> float:

@@ -104,10 +104,10 @@ def test_what_does_not_differ_is_not_expanded(specs: Sequence[Randomize], field:
     [
         *((bad, "") for bad in ({"low": 2.0}, {"high": float("inf")}, {"how": "multiply"})),
         ({"when": "never"}, ""),
-        ({"low": None}, r"range is None to 1.0 \(expected finite numbers"),
-        ({"objects": "torso"}, r"objects is 'torso' \(expected a tuple of names\). Give"),
-        ({"objects": (1,)}, r"objects is \(1,\) \(expected a tuple of names"),
-        ({"fields": 5}, r"fields is 5 \(expected a tuple of names"),
+        ({"low": None}, r"low and high: None \(expected a finite number"),
+        ({"objects": "torso"}, r"objects: 'torso' \(expected a tuple of names\). Give"),
+        ({"objects": (1,)}, r"objects: \(1,\) \(expected a tuple of names"),
+        ({"fields": 5}, r"fields: 5 \(expected a tuple of names"),
     ],
 )
 def test_a_malformed_spec_is_refused(options, message):

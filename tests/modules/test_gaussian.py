@@ -109,7 +109,7 @@ def test_noise_continues_after_a_snapshot_and_begins_anew_for_other_environments
 
 @pytest.mark.parametrize("correlation", [-0.1, 1.0, 1.5, float("nan")])
 def test_a_correlation_out_of_its_range_is_refused(correlation):
-    with pytest.raises(ConfigError, match=r"noise_correlation: .*expected from 0 to below 1"):
+    with pytest.raises(ConfigError, match=r"noise_correlation: .*expected a number in \[0, 1\)"):
         make_actor(3, 2, noise_correlation=correlation)
 
 

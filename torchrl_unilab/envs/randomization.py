@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import mujoco
@@ -15,7 +14,7 @@ from mujoco import mjtObj
 from mujoco.batch import MODEL_FIELDS, Batch
 from numpy.typing import NDArray
 
-from torchrl_unilab.checks import as_choice
+from torchrl_unilab.checks import as_choice, as_names, as_range
 from torchrl_unilab.errors import ConfigError
 
 Ids = NDArray[np.intp]
@@ -93,19 +92,9 @@ class Randomize:
     def __post_init__(self) -> None:
         """Refuse what no number can be drawn from."""
         fields = (self.fields,) if isinstance(self.fields, str) else self.fields
-        for what, names in (("fields", fields), ("objects", self.objects or ())):
-            several = isinstance(names, Sequence) and not isinstance(names, str)
-            if not several or not all(isinstance(name, str) for name in names):
-                raise ConfigError(
-                    f"Randomize {self.fields}: {what} is {names!r} (expected a tuple of names). "
-                    f"Give ({names!r},)."
-                )
-        numbers = all(isinstance(bound, Real) for bound in (self.low, self.high))
-        if not (numbers and np.isfinite((self.low, self.high)).all() and self.low <= self.high):
-            raise ConfigError(
-                f"Randomize {self.fields}: the range is {self.low} to {self.high} (expected "
-                "finite numbers, low at most high). Set low and high to such numbers."
-            )
+        as_names(f"Randomize {self.fields}: fields", fields)
+        as_names(f"Randomize {self.fields}: objects", self.objects or ())
+        as_range(f"Randomize {self.fields}: low and high", (self.low, self.high), "Correct them.")
         as_choice(f"Randomize {self.fields}: how", self.how, _HOW, "Use one of them.")
         as_choice(f"Randomize {self.fields}: when", self.when, ("start", "reset"), "Use one.")
 

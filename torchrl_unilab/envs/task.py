@@ -14,6 +14,7 @@ import mujoco
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from torchrl_unilab.checks import as_names
 from torchrl_unilab.envs.mujoco_engine import CONTACT_FIELDS, add_contact_forces, logger
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.errors import ConfigError
@@ -161,7 +162,7 @@ class MujocoTask(ABC):
 
     def __post_init__(self) -> None:
         """Turn an MjSpec into its text."""
-        self._check_tuples("reads")
+        as_names(f"{self.name}: reads", self.reads)
         if isinstance(self.model, mujoco.MjSpec):
             spec = self.model.copy()
             with self._compiler_messages():
@@ -171,15 +172,6 @@ class MujocoTask(ABC):
                 spec.texturedir = str(Path(spec.modelfiledir, spec.texturedir).absolute())
             object.__setattr__(self, "model", spec.to_xml())
             object.__setattr__(self, "assets", {**spec.assets, **self.assets})
-
-    def _check_tuples(self, *attributes: str) -> None:
-        """Refuse a string in place of a tuple: its letters would be taken for names."""
-        for what in attributes:
-            if isinstance(found := getattr(self, what), str):
-                raise ConfigError(
-                    f"{self.name}: {what} is {found!r} (expected a tuple of names). Put a comma "
-                    "after the one, in parentheses."
-                )
 
     def load_model(self) -> mujoco.MjModel:
         """Compile the model.

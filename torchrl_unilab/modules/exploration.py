@@ -8,6 +8,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.envs.utils import ExplorationType, exploration_type
 
+from torchrl_unilab.checks import as_range
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 
 
@@ -60,11 +61,8 @@ class PerEnvNoise(TensorDictModuleBase):
         init_key: NestedKey | None = "is_init",
         generator: torch.Generator | None = None,
     ) -> None:
-        if not 0.0 <= std_min <= std_max < float("inf"):
-            raise ConfigError(
-                f"PerEnvNoise: std_min {std_min}, std_max {std_max} (expected 0 <= std_min <= "
-                "std_max, finite). They are in units of half the distance between the bounds."
-            )
+        remedy = "They are in units of half the distance between the bounds."
+        as_range("PerEnvNoise std_min and std_max", (std_min, std_max), remedy, "[0, inf)")
         super().__init__()
         self.in_keys = ["action"] if init_key is None else ["action", init_key]
         self.init_key = init_key

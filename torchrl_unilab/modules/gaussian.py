@@ -18,7 +18,7 @@ from torch import nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.checks import as_number
 from torchrl_unilab.modules.mlp import tanh_mlp
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
 
@@ -111,11 +111,8 @@ class GaussianActor(DirectActor):
     """
 
     def __init__(self, parameters: GaussianParameters, noise_correlation: float = 0.0) -> None:
-        if not 0.0 <= noise_correlation < 1.0:
-            raise ConfigError(
-                f"noise_correlation: {noise_correlation} (expected from 0 to below 1). Leave it "
-                "out for noise that follows nothing."
-            )
+        remedy = "Leave it out for noise that follows nothing."
+        as_number("noise_correlation", noise_correlation, remedy, "[0, 1)")
         super().__init__(
             parameters,
             in_keys=["loc", "scale"],
@@ -189,10 +186,7 @@ def make_actor(
         >>> batch["action"].shape, batch["action_log_prob"].shape
         (torch.Size([5, 2]), torch.Size([5]))
     """
-    if not math.isfinite(log_std):
-        raise ConfigError(
-            f"log_std: {log_std} (expected a finite number). Leave it out for the default."
-        )
+    as_number("log_std", log_std, "Leave it out for the default.")
     net = tanh_mlp([observation_size, *hidden, action_size], last_gain=0.01)
     parameters = GaussianParameters(in_key, normalizer, net, action_size, log_std)
     return GaussianActor(parameters, noise_correlation)

@@ -6,16 +6,15 @@ The statistics are buffers: they are published and saved with the policy, and ch
 
 from __future__ import annotations
 
-import math
-from typing import Any, Self
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from torchrl_unilab.checks import as_integer
-from torchrl_unilab.errors import ConfigError, LayoutShapeError
+from torchrl_unilab.checks import as_integer, as_number
+from torchrl_unilab.errors import LayoutShapeError
 
 
 class ObservationNormalizer(nn.Module):
@@ -48,11 +47,9 @@ class ObservationNormalizer(nn.Module):
     def __init__(self, size: int, *, epsilon: float = 1e-8, clip: float = 10.0) -> None:
         super().__init__()
         size = as_integer("size of observations", size, "Give the length of their vector.")
-        if not (0.0 < epsilon < math.inf and clip > 0.0):
-            raise ConfigError(
-                f"ObservationNormalizer: epsilon {epsilon} and clip {clip} (expected numbers above "
-                "0). Leave them out for the defaults."
-            )
+        remedy = "Leave it out for the default."
+        as_number("ObservationNormalizer epsilon", epsilon, remedy, "(0, inf)")
+        as_number("ObservationNormalizer clip", clip, remedy, "(0, inf]")
         self.epsilon, self.clip = epsilon, clip
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(size, dtype=torch.float64))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from torch.distributions import Distribution, kl_divergence
 from torchrl.modules.distributions.utils import sample_and_log_prob
 from torchrl.objectives import LossModule
 
-from torchrl_unilab.checks import as_integer
+from torchrl_unilab.checks import as_instance, as_integer, as_number
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.objectives.vtrace import vtrace
 
@@ -144,21 +143,22 @@ class APPOLoss(LossModule):
         tau: float = 1.0,
         target_update_freq: int | None = 64,
     ) -> None:
+        remedy = "Leave it out for the default."
         for name, value in (("gamma", gamma), ("lambda_", lambda_), ("tau", tau)):
-            _check_range(name, value, 0.0, 1.0)
-        _check_range("entropy_coeff", entropy_coeff, -1e38, 1e38)
-        _check_range("clip_epsilon", clip_epsilon, 0.0, math.inf)
-        _check_range("value_clip", value_clip or 0.0, 0.0, math.inf)
-        _check_range("critic_coeff", critic_coeff, 0.0, math.inf)
-        _check_range("rho_bar", rho_bar, 0.0, math.inf)
-        _check_range("c_bar", c_bar, 0.0, math.inf)
+            as_number(name, value, remedy, "[0, 1]")
+        as_number("entropy_coeff", entropy_coeff, remedy, "[-1e38, 1e38]")
+        as_number("clip_epsilon", clip_epsilon, remedy, "[0, inf]")
+        as_number("value_clip", value_clip or 0.0, remedy, "[0, inf]")
+        as_number("critic_coeff", critic_coeff, remedy, "[0, inf]")
+        as_number("rho_bar", rho_bar, remedy, "[0, inf]")
+        as_number("c_bar", c_bar, remedy, "[0, inf]")
         if target_update_freq is not None:
             as_integer("target_update_freq", target_update_freq, "It counts optimiser steps.")
-        if not isinstance(actor_network, ProbabilisticTensorDictSequential):
-            raise ConfigError(
-                f"actor_network: {type(actor_network).__name__} (expected a ProbabilisticActor). "
-                "Wrap the whole network, such as embedding, recurrence and head, in a single one."
-            )
+        remedy = (
+            "Wrap the whole network, such as embedding, recurrence and head, in a single "
+            "ProbabilisticActor."
+        )
+        as_instance("actor_network", actor_network, ProbabilisticTensorDictSequential, remedy)
         heads = [m for m in actor_network.modules() if isinstance(m, ProbabilisticTensorDictModule)]
         if any(head.distribution_class is CompositeDistribution for head in heads):
             raise ConfigError(
@@ -347,13 +347,6 @@ class APPOLoss(LossModule):
         pairs = zip(self.target_actor_network.buffers(), self.actor_network.buffers(), strict=True)
         for target, buffer in pairs:
             target.copy_(buffer)
-
-
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ConfigError(
-            f"{name}: {value} (expected within [{low}, {high}]). Leave it out for the default."
-        )
 
 
 def _dist_params(

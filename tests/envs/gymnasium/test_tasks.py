@@ -350,7 +350,7 @@ def test_missing_model_file_is_refused() -> None:
 )
 def test_options_that_cannot_be_are_refused_by_name(name: str, option: str, value: Any) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^{name}: {option} is .* \(expected (two|a finite|True or) [nF]"
+        ConfigError, match=rf"^{name}: {option}: .* \(expected (two|a|a finite|True or) [nF]"
     ):
         make_task(name, **{option: value})
 

@@ -88,13 +88,13 @@ def _mine(**methods: Any) -> Cart:
 
 @pytest.mark.parametrize("names", ["reads", "remembers", "joint_names"])
 def test_one_text_in_the_place_of_several_names_is_refused(names: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{names} is 'ctrl' \(expected a tuple of names"):
+    with pytest.raises(ConfigError, match=rf"{names}: 'ctrl' \(expected a tuple of names"):
         Cart(**{names: "ctrl"})
 
 
 @pytest.mark.parametrize("weight", [None, "1", float("nan")])
 def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Cart: the weight of 'speed' is .* \(expected a finite"):
+    with pytest.raises(ConfigError, match=r"Cart: weight of 'speed': .* \(expected a finite"):
         Cart(weights={"speed": weight, "effort": 1.0})
 
 
@@ -206,7 +206,7 @@ def test_a_task_may_have_no_commands() -> None:
     [(1.0, 0.0), (0.0, float("nan")), (float("-inf"), 0.0), 1.0, (1.0,), ("0", "1"), "01", None],
 )
 def test_a_range_that_is_not_two_finite_numbers_in_order_is_refused(bounds: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Cart: command 'speed' has the range .*\(expected"):
+    with pytest.raises(ConfigError, match=r"Cart: range of command 'speed': .*\(expected"):
         Cart(commands={"speed": bounds})
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib.util import find_spec
-from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrl_unilab.checks import as_number, as_range
 from torchrl_unilab.envs.task import Array, Fields, MujocoTask, State
 from torchrl_unilab.errors import ConfigError
 
@@ -44,24 +44,15 @@ class GymnasiumTask(MujocoTask):
         super().__post_init__()
         defaults = {field.name: field.default for field in fields(self)}
         for name, value in vars(self).items():
-            number = isinstance(value, Real) and not isinstance(value, bool)
+            what, remedy = f"{self.name}: {name}", "Correct this option."
             if name.endswith("_range"):
-                expected = "two numbers, low first"
-                pair = isinstance(value, tuple | list) and len(value) == 2
-                numbers = pair and all(isinstance(v, Real) for v in value)
-                right = numbers and value[0] <= value[1]
+                as_range(what, value, remedy, "[-inf, inf]")
             elif name == "reset_noise_scale":
-                expected = "a finite number of at least 0"
-                right = number and 0 <= float(value) < np.inf
-            elif isinstance(defaults.get(name), bool):
-                expected, right = "True or False", isinstance(value, bool | np.bool_)
-            else:
-                expected = "a finite number"
-                right = not isinstance(defaults.get(name), float) or (number and np.isfinite(value))
-            if not right:
-                raise ConfigError(
-                    f"{self.name}: {name} is {value!r} (expected {expected}). Correct this option."
-                )
+                as_number(what, value, remedy, "[0, inf)")
+            elif isinstance(defaults.get(name), float):
+                as_number(what, value, remedy)
+            elif isinstance(defaults.get(name), bool) and not isinstance(value, bool | np.bool_):
+                raise ConfigError(f"{what}: {value!r} (expected True or False). {remedy}")
 
     def model_path(self) -> Path:
         """Return where the model lies; a mere name is looked up among the assets, as in Gymnasium.

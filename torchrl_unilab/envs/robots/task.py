@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Real
 from typing import Any
 
 import mujoco
@@ -15,7 +13,7 @@ import numpy as np
 from mujoco import mjtJoint
 from numpy.typing import NDArray
 
-from torchrl_unilab.checks import as_choice, as_instance
+from torchrl_unilab.checks import as_choice, as_instance, as_names, as_number, as_range
 from torchrl_unilab.envs.randomization import columns
 from torchrl_unilab.envs.task import Array, Fields, MujocoTask, Outcome, State
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
@@ -166,23 +164,15 @@ class RobotTask(MujocoTask):
     def __post_init__(self) -> None:
         """Count the commands, and read what is remembered."""
         super().__post_init__()
-        self._check_tuples("remembers", "joint_names")
+        as_names(f"{self.name}: remembers", self.remembers)
+        as_names(f"{self.name}: joint_names", self.joint_names or ())
         for what in ("weights", "commands"):
             as_instance(f"{self.name}: {what}", getattr(self, what), Mapping, "Name each number.")
         for name, weight in self.weights.items():
-            if not (isinstance(weight, Real) and math.isfinite(weight)):
-                raise ConfigError(
-                    f"{self.name}: the weight of {name!r} is {weight!r} (expected a finite "
-                    "number). Use a finite number for it, 0 to turn it off."
-                )
+            as_number(f"{self.name}: weight of {name!r}", weight, "Use 0 to turn it off.")
         for name, bounds in self.commands.items():
-            pair = isinstance(bounds, tuple | list) and len(bounds) == 2
-            numbers = pair and all(isinstance(bound, Real) for bound in bounds)
-            if not (numbers and -math.inf < bounds[0] <= bounds[1] < math.inf):
-                raise ConfigError(
-                    f"{self.name}: command {name!r} has the range {bounds!r} (expected two finite "
-                    "numbers, low first). Use for example (-1.0, 1.0)."
-                )
+            remedy = "Use for example (-1.0, 1.0)."
+            as_range(f"{self.name}: range of command {name!r}", bounds, remedy)
         object.__setattr__(self, "command_size", len(self.commands))
         always = ("qpos", "qvel", "command")
         read = dict.fromkeys((*self.reads, *self.remembers))

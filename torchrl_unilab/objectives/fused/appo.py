@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from torchrl_unilab.checks import as_integer
+from torchrl_unilab.checks import as_integer, as_number
 from torchrl_unilab.errors import ConfigError, LayoutShapeError
 from torchrl_unilab.modules.critics import StateValue
 from torchrl_unilab.modules.gaussian import HALF_LOG_2PI, GaussianActor, GaussianParameters
@@ -131,11 +131,8 @@ class FusedAPPOUpdate:
                 "networks). Take steps by APPOStepper."
             )
         for name, value in (("desired_kl", desired_kl), ("max_grad_norm", max_grad_norm)):
-            if not value > 0.0:  # nor is NaN
-                raise ConfigError(
-                    f"FusedAPPOUpdate {name}: {value} (expected a number above 0). Use for example "
-                    "desired_kl=0.01, max_grad_norm=1.0."
-                )
+            remedy = "Use for example desired_kl=0.01, max_grad_norm=1.0."
+            as_number(f"FusedAPPOUpdate {name}", value, remedy, "(0, inf]")
         self.loss, self.ranks = loss, ranks
         self.desired_kl, self.max_lr = desired_kl, lr
         head, critic = loss.actor_network[0], loss.critic_network

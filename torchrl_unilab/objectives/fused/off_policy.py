@@ -18,7 +18,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torchrl.objectives import LossModule, ValueEstimators
 
-from torchrl_unilab.checks import as_choice, as_integer
+from torchrl_unilab.checks import as_choice, as_integer, as_number
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.critics import QValue
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
@@ -139,11 +139,8 @@ class FusedOffPolicyUpdate(Owner):
                 f"{loss.qvalue_network} (expected {self.expected}). Take steps by the loss and "
                 "an optimiser."
             )
-        if not 0.0 <= tau <= 1.0:
-            raise ConfigError(
-                f"tau: {tau} (expected within [0, 1]). It is the share of the networks that "
-                "their targets take over in each step."
-            )
+        remedy = "It is the share of the networks that their targets take over in each step."
+        as_number("tau", tau, remedy, "[0, 1]")
         kinds = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
         as_choice(f"{type(self).__name__} matmul_dtype", matmul_dtype, kinds, "Leave it out.")
         if loss.value_estimator.average_rewards:
