@@ -24,7 +24,7 @@ def _twins(norm: bool, width: int = 8) -> tuple[nn.Sequential, TensorDict]:
     net.append(nn.Linear(6, 1))
     generator = torch.Generator().manual_seed(0)
     parameters = TensorDict.from_module(net).apply(
-        lambda p: nn.Parameter(torch.randn(2, *p.shape, generator=generator))
+        lambda p: nn.Parameter(torch.randn(2, *p.shape, generator=generator)), batch_size=[2]
     )
     for leaf in parameters.values(include_nested=True, leaves_only=True):
         leaf.grad = torch.full_like(leaf, float("nan"))
@@ -56,11 +56,11 @@ def test_products_give_the_outputs_and_gradients_of_autograd(form, norm, width, 
     net, parameters = _twins(norm, width)
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
     if form == "on a GPU":
-        networks = ReluNetwork(net, parameters, BatchedProducts(), stacked=True)
+        networks = ReluNetwork(net, parameters.detach(), parameters.grad, BatchedProducts())
     else:
         choose = "torchrl_unilab.objectives.fused.networks.products_for"
         monkeypatch.setattr(choose, lambda *_: form())
-        networks = relu_networks(net, parameters, stacked=True)
+        networks = relu_networks(net, parameters)
         assert type(networks) is ReluNetworks
 
     with torch.inference_mode():
@@ -78,7 +78,7 @@ def test_products_give_the_outputs_and_gradients_of_autograd(form, norm, width, 
 def test_networks_on_a_gpu_multiply_at_once():
     net, parameters = _twins(norm=False)
     elsewhere = parameters.apply(lambda p: nn.Parameter(p.detach().to("meta")))
-    assert type(relu_networks(net, elsewhere, stacked=True)) is ReluNetwork
+    assert type(relu_networks(net, elsewhere)) is ReluNetwork
 
 
 @ONEDNN
@@ -104,7 +104,7 @@ def test_compiled_products_of_onednn_are_the_same(monkeypatch):
         "torchrl_unilab.objectives.fused.networks.products_for", lambda *_: OneDNNProducts()
     )
     net, parameters = _twins(norm=False)
-    networks = relu_networks(net, parameters, stacked=True)
+    networks = relu_networks(net, parameters)
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
 
     def differentiate() -> torch.Tensor:

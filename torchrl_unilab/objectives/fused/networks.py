@@ -23,7 +23,6 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.objectives.fused.products import BatchedProducts, products_for
 from torchrl_unilab.objectives.fused.threads import SideExecutor, run_both
 
-ALL = slice(None)
 _SIZES = 16
 """Of minibatches whose memory is kept."""
 
@@ -117,15 +116,13 @@ Passes = list[Pass]
 class ReluNetwork:
     """Forward and backward pass of k networks of one shape, by batched products.
 
-    Reads parameters, and writes gradients, where they are. The parameters that are given
-    are [k, ...], or, if `stacked` is false, those of one network.
+    Reads parameters, and writes gradients, where they are.
 
     Args:
         net: The structure, which `is_relu_mlp` accepts.
-        parameters: Its parameters, nested as in the module.
+        weights: Its parameters, detached, [k, ...], nested as in the module.
+        gradients: Theirs, likewise; empty for networks that do not learn.
         products: How hidden layers multiply.
-        stacked: Whether they have a leading dimension of k.
-        which: Which of the k networks to take.
         matmul_dtype: The dtype of hidden layers' products, activations and gradients; by default
             the parameters'. With another one the layers read copies of their weights, as of
             the last `refresh`. Outputs, parameters and their gradients keep their dtype.
@@ -134,25 +131,18 @@ class ReluNetwork:
     def __init__(
         self,
         net: nn.Module,
-        parameters: TensorDictBase,
+        weights: TensorDictBase,
+        gradients: TensorDictBase,
         products: BatchedProducts,
-        *,
-        stacked: bool = False,
-        which: slice = ALL,
         matmul_dtype: torch.dtype | None = None,
     ) -> None:
-        def batched(tensor: torch.Tensor | None) -> Any:
-            if tensor is None:
-                return None
-            return tensor.detach()[which] if stacked else tensor.detach().unsqueeze(0)
-
         # Per layer the linear part and the normalisation before its relu.
         self._layers: list[tuple[_Affine, _Affine | None]] = []
         for name, module in net.named_children():
             if isinstance(module, nn.ReLU):
                 continue
-            weight, bias = (parameters.get((name, key)) for key in ("weight", "bias"))
-            tensors = (batched(t) for t in (weight, bias, weight.grad, bias.grad))
+            keys = (name, "weight"), (name, "bias")
+            tensors: Any = (td.get(key, None) for td in (weights, gradients) for key in keys)
             affine = _Affine(getattr(module, "eps", 0.0), *tensors)
             if isinstance(module, nn.LayerNorm):
                 self._layers[-1] = (self._layers[-1][0], affine)
@@ -290,17 +280,22 @@ class ReluNetworks:
 
 
 def relu_networks(
-    net: nn.Module, parameters: TensorDictBase, *, stacked: bool = False, **kind: Any
+    net: nn.Module, parameters: TensorDictBase, matmul_dtype: torch.dtype | None = None
 ) -> Network:
-    """Return networks in the form that is fastest on their device; see `ReluNetwork`."""
-    first = next(iter(net.named_children()))[0]
-    weight = parameters.get((first, "weight"))
-    products = products_for(weight, kind.get("matmul_dtype"))
-    networks = range(len(weight))[kind.pop("which", ALL)] if stacked else range(1)
-    make = partial(ReluNetwork, net, parameters, products, stacked=stacked, **kind)
-    if len(networks) == 1 or not weight.is_cpu:
-        return make(which=slice(networks.start, networks.stop))
-    return ReluNetworks([make(which=slice(j, j + 1)) for j in networks])
+    """Return networks in the form that is fastest on their device; see `ReluNetwork`.
+
+    The parameters are those of k networks, with a batch dimension, or of one network.
+    """
+    weights, gradients = parameters.detach(), parameters.grad
+    gradients = weights.empty() if gradients is None else gradients
+    if not parameters.batch_dims:
+        weights, gradients = weights.unsqueeze(0), gradients.unsqueeze(0)
+    weight = next(iter(weights.values(include_nested=True, leaves_only=True)))
+    products = products_for(weight, matmul_dtype)
+    if len(weight) == 1 or not weight.is_cpu:
+        return ReluNetwork(net, weights, gradients, products, matmul_dtype)
+    parts = zip(weights.split(1), gradients.split(1), strict=True)
+    return ReluNetworks([ReluNetwork(net, *part, products, matmul_dtype) for part in parts])
 
 
 Network = ReluNetwork | ReluNetworks

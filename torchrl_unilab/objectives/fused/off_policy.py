@@ -10,7 +10,7 @@ import abc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -171,8 +171,8 @@ class FusedOffPolicyUpdate(Owner):
         self._followers = [(flatten([target.get(key) for key in learnt]), self._critic_adam.flat)]
         self._matmul_dtype, self._networks = matmul_dtype, list[Network]()
         self._actor = self._network(actor.net, actor_parameters)
-        self._critics = self._network(critic.net, online.get("net"), stacked=True)
-        self._target_critics = self._network(critic.net, target.get("net"), stacked=True)
+        self._critics = self._network(critic.net, online.get("net"))
+        self._target_critics = self._network(critic.net, target.get("net"))
         # Detached copies, which TorchRL's losses keep of parameters, show the old memory.
         loss._erase_cache()
         for name in loss._has_update_associated:  # spares a warning that targets stand still
@@ -191,9 +191,9 @@ class FusedOffPolicyUpdate(Owner):
         elif policy_thread:
             self._thread = ThreadPoolExecutor(1, "policy")
 
-    def _network(self, net: nn.Module, weights: TensorDictBase, **kind: Any) -> Network:
+    def _network(self, net: nn.Module, parameters: TensorDictBase) -> Network:
         """Make networks; each step refreshes their copies of parameters."""
-        self._networks.append(relu_networks(net, weights, matmul_dtype=self._matmul_dtype, **kind))
+        self._networks.append(relu_networks(net, parameters, self._matmul_dtype))
         return self._networks[-1]
 
     def compile(self) -> None:

@@ -86,9 +86,8 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         self._followers.append((flat, self._actor_adam.flat))
         self._target_actor = self._network(actor.net, target)
         # The policy maximises the first critic's value only.
-        critic = loss.qvalue_network
-        online = loss.qvalue_network_params.get("net")
-        self._first_critic = self._network(critic.net, online, stacked=True, which=slice(1))
+        critic, online = loss.qvalue_network, loss.qvalue_network_params.get("net")
+        self._first_critic = self._network(critic.net, online.detach()[:1])
         self._low, self._high = loss.min_action.to(flat), loss.max_action.to(flat)
 
     @property
