@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, SupportsFloat, TypeVar
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
 
 T = TypeVar("T")
 
@@ -148,6 +148,21 @@ def as_choice(what: str, value: T, choices: Iterable[T], remedy: str) -> T:
         *others, last = map(repr, known) if known else ("none",)
         expected = f"{', '.join(others)} or {last}" if others else last
         raise ConfigError(f"{what}: {value!r} (expected {expected}). {remedy}")
+    return value
+
+
+def entry_of(what: str, entries: Any, key: Any, remedy: str) -> Any:
+    """Return an entry of a TensorDict or mapping; else a LayoutKeyError, which names what is there.
+
+    Examples:
+        >>> entry_of("batch", {"reward": 1.0}, "action", "Store it.")
+        Traceback (most recent call last):
+        ...
+        torchrl_unilab.errors.LayoutKeyError: batch: no 'action' among ['reward'] (expected it). ...
+    """
+    if (value := entries.get(key, None)) is None:
+        known = sorted(map(str, entries.keys()))
+        raise LayoutKeyError(f"{what}: no {key!r} among {known} (expected it). {remedy}")
     return value
 
 

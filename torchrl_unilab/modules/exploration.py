@@ -8,8 +8,8 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from torchrl_unilab.checks import as_range
-from torchrl_unilab.errors import ConfigError, LayoutKeyError
+from torchrl_unilab.checks import as_range, entry_of
+from torchrl_unilab.errors import ConfigError
 
 
 class PerEnvNoise(TensorDictModuleBase):
@@ -104,13 +104,8 @@ class PerEnvNoise(TensorDictModuleBase):
         """Return where episodes start, [*B, 1]; None where they are not followed."""
         if self.init_key is None:
             return None
-        first: torch.Tensor | None = tensordict.get(self.init_key, None)
-        if first is None:
-            raise LayoutKeyError(
-                f"PerEnvNoise: no {self.init_key!r} beside the action (expected where episodes "
-                "start). Append torchrl.envs.InitTracker to the environment, or give "
-                "init_key=None."
-            )
+        remedy = "Append torchrl.envs.InitTracker to the environment, or give init_key=None."
+        first: torch.Tensor = entry_of("PerEnvNoise", tensordict, self.init_key, remedy)
         return first.reshape(*action.shape[:-1], 1)
 
     def _draw(self, like: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -19,8 +20,8 @@ from torch.distributions import Distribution, kl_divergence
 from torchrl.modules.distributions.utils import sample_and_log_prob
 from torchrl.objectives import LossModule
 
-from torchrl_unilab.checks import as_instance, as_integer, as_number
-from torchrl_unilab.errors import ConfigError, LayoutKeyError
+from torchrl_unilab.checks import as_instance, as_integer, as_number, entry_of
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.objectives.vtrace import vtrace
 
 MIN_LR = 1e-5
@@ -232,9 +233,11 @@ class APPOLoss(LossModule):
                 collector adds.
         """
         keys = self.tensor_keys
-        log_b = _needed(rollouts, keys.sample_log_prob, "Collect with a policy that returns it")
+        remedy = "Collect with a policy that returns it, and leave no key of the collector's out."
+        needed = partial(entry_of, "APPOLoss", rollouts, remedy=remedy)
+        log_b, action = needed(keys.sample_log_prob), needed(keys.action)
         signals = keys.reward, keys.done, keys.terminated
-        reward, done, terminated = (_needed(rollouts, ("next", k)).squeeze(-1) for k in signals)
+        reward, done, terminated = (needed(("next", key)).squeeze(-1) for key in signals)
         self.sync_target_buffers()
         self._estimated_at = self.steps
         critic_in = self.critic_network.in_keys
@@ -244,7 +247,7 @@ class APPOLoss(LossModule):
         v_tm1, v_t = self._value(both).unbind(0)
         policy = self.target_actor_network
         dist_params = _dist_params(policy, rollouts)
-        target_log_prob = _build(policy, dist_params).log_prob(_needed(rollouts, keys.action))
+        target_log_prob = _build(policy, dist_params).log_prob(action)
         log_rho = target_log_prob - log_b
         value_target, advantage = vtrace(
             log_rho,
@@ -285,7 +288,8 @@ class APPOLoss(LossModule):
             LayoutKeyError: `estimate` has not prepared the minibatch.
         """
         keys = self.tensor_keys
-        log_t = _needed(tensordict, keys.target_log_prob, "Call `estimate` with the rollouts first")
+        remedy = "Call `estimate` with the rollouts first."
+        log_t = entry_of("APPOLoss", tensordict, keys.target_log_prob, remedy)
         dist = _build(self.actor_network, _dist_params(self.actor_network, tensordict))
         log_p = dist.log_prob(tensordict.get(keys.action))
         log_b = tensordict.get(keys.sample_log_prob)
@@ -363,17 +367,6 @@ def _build(policy: ProbabilisticTensorDictSequential, dist_params: TensorDictBas
     build = head.get_dist if last else policy.build_dist_from_params
     dist: Distribution = build(dist_params)
     return dist
-
-
-def _needed(
-    tensordict: TensorDictBase, key: NestedKey, remedy: str = "Leave no key of the collector's out"
-) -> torch.Tensor:
-    value: torch.Tensor | None = tensordict.get(key, None)
-    if value is None:
-        raise LayoutKeyError(
-            f"APPOLoss: no {key!r} in {[*tensordict.keys()]} (expected it). {remedy}."
-        )
-    return value
 
 
 def _entropy(dist: Distribution) -> torch.Tensor:

@@ -214,7 +214,7 @@ def test_observations_are_normalised_by_the_statistics_of_the_moment(algorithm):
         (
             lambda batch: batch.set(("next", "reward"), torch.zeros(8, 2)),
             LayoutShapeError,
-            r"'reward' under 'next' has shape \(8, 2\) \(expected \(8, 1\)\)",
+            r"^next of transitions: 'reward' has shape \(8, 2\) \(expected \(8, 1\)\)",
         ),
         (
             lambda batch: batch.set("action", torch.zeros(8, ACT + 1)),

@@ -37,8 +37,8 @@ def test_a_number_for_each_transition_may_come_without_a_dimension_of_its_own(al
 def test_more_than_one_number_for_a_transition_is_refused_by_key(algorithm, key):
     loss = make_loss(algorithm)
     update, batch = fused(loss), whole_batch(loss)
-    name = key if isinstance(key, str) else f"'{key[1]}' under 'next'"
-    with pytest.raises(LayoutShapeError, match=rf"{name}.* has shape \(8, 2\) \(expected \(8, 1"):
+    name = f"^transitions: '{key}'" if isinstance(key, str) else f"^next of .*: '{key[1]}'"
+    with pytest.raises(LayoutShapeError, match=rf"{name} has shape \(8, 2\) \(expected \(8, 1"):
         update.prepare(batch.set(key, batch[key].expand(8, 2)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,9 +12,12 @@ from tensordict.utils import NestedKey
 from torch import nn
 from torchrl.objectives import LossModule
 
-from torchrl_unilab.errors import LayoutKeyError, LayoutShapeError
+from torchrl_unilab.checks import entry_of
+from torchrl_unilab.errors import LayoutShapeError
 from torchrl_unilab.objectives.fused.networks import one_input
 from torchrl_unilab.objectives.targets import sync_normalizers
+
+_REMEDY = "Store it, or name it by loss.set_keys."
 
 
 class Transitions(NamedTuple):
@@ -60,47 +64,30 @@ class TransitionRows:
             )
         if self._normalizes:
             sync_normalizers(self._loss)
-        loss, keys, critic = self._loss, self._loss.tensor_keys, self._loss.qvalue_network
-        after = _required(batch, "next")
+        loss, head, entry = self._loss, self._head, partial(_entry, "transitions", batch)
+        after = entry_of("transitions", batch, "next", _REMEDY)
+        entry_after = partial(_entry, "next of transitions", after)
+        keys, critic = loss.tensor_keys, loss.qvalue_network
         # In the order of the packed columns; the first width is that of state and action together.
-        columns = [
-            (critic.normalizer, batch, critic.in_keys[0], self._widths[1]),
-            (None, batch, keys.action, self._widths[0] - self._widths[1]),
-            (critic.normalizer, after, critic.in_keys[0], self._widths[1]),
+        both, state, actor_input, *_ = self._widths
+        seen = critic.in_keys[0]
+        parts = [
+            critic.normalizer(entry(seen, state)),
+            entry(keys.action, both - state),
+            critic.normalizer(entry_after(seen, state)),
         ]
         if not self._one_input:
-            head, width = self._head, self._widths[2]
-            columns += [(head.normalizer, td, head.in_keys[0], width) for td in (batch, after)]
-        parts = []
-        for normalizer, source, key, width in columns:
-            part = _required(source, key)
-            if part.shape[1:] != (width,):
-                raise LayoutShapeError(
-                    f"transitions: {key!r} has shape {tuple(part.shape)} (expected "
-                    f"({len(batch)}, {width})). Make the networks of the environment's sizes."
-                )
-            parts.append(part if normalizer is None else normalizer(part))
-
-        def column(part: torch.Tensor, key: NestedKey, where: str = "") -> torch.Tensor:
-            if part.numel() != len(batch):
-                raise LayoutShapeError(
-                    f"transitions: {key!r}{where} has shape {tuple(part.shape)} (expected "
-                    f"({len(batch)}, 1)). Add the rewards of several agents up."
-                )
-            return part.reshape(len(batch), 1)
-
+            seen = head.in_keys[0]
+            parts += [head.normalizer(get(seen, actor_input)) for get in (entry, entry_after)]
         gamma = loss.value_estimator.gamma
-        steps_key = loss.value_estimator.tensor_keys.steps_to_next_obs
-        steps = batch.get(steps_key, None)
-        if steps is not None:
-            gamma = gamma ** column(steps, steps_key)
-        parts.append(column(_required(after, keys.reward), keys.reward, " under 'next'"))
-        terminated = _required(after, keys.terminated)
-        terminated = column(terminated, keys.terminated, " under 'next'")
-        parts.append(gamma * terminated.logical_not())
-        key, weighted = keys.priority_weight, loss.use_prioritized_weights in (True, "auto")
-        weight = batch.get(key, None) if weighted else None
-        parts.append(torch.ones_like(parts[-1]) if weight is None else column(weight, key))
+        steps = loss.value_estimator.tensor_keys.steps_to_next_obs
+        if batch.get(steps, None) is not None:
+            gamma = gamma ** entry(steps)
+        parts.append(entry_after(keys.reward))
+        parts.append(gamma * entry_after(keys.terminated).logical_not())
+        weighted = loss.use_prioritized_weights in (True, "auto")
+        weighted = weighted and batch.get(keys.priority_weight, None) is not None
+        parts.append(entry(keys.priority_weight) if weighted else torch.ones_like(parts[-1]))
         return torch.cat([part.to(dtype) for part in parts], dim=1)
 
     def unpack(self, rows: torch.Tensor) -> Transitions:
@@ -113,11 +100,17 @@ class TransitionRows:
         return Transitions(critic, after, actor, actor_after, *scalars)
 
 
-def _required(batch: TensorDictBase, key: NestedKey) -> TensorDictBase | torch.Tensor:
-    value = batch.get(key, None)
-    if value is None:
-        raise LayoutKeyError(
-            f"transitions: no {key!r} among {sorted(map(str, batch.keys()))} (expected the keys "
-            "that the loss reads). Store it, or name it by loss.set_keys."
+def _entry(
+    what: str, batch: TensorDictBase, key: NestedKey, width: int | None = None
+) -> torch.Tensor:
+    """Return an entry of transitions, [n, width]; one number for each, [n, 1], for None."""
+    part: torch.Tensor = entry_of(what, batch, key, _REMEDY)
+    expected, remedy = (len(batch), width or 1), "Make the networks of the environment's sizes."
+    if width is None:
+        remedy = "Add the rewards of several agents up."
+        part = part.reshape(expected) if part.numel() == len(batch) else part
+    if part.shape != expected:
+        raise LayoutShapeError(
+            f"{what}: {key!r} has shape {tuple(part.shape)} (expected {expected}). {remedy}"
         )
-    return value
+    return part
