@@ -245,7 +245,7 @@ class Commanded(InvertedPendulum):
 @pytest.mark.parametrize("drawn", [0.5, None, np.zeros(3), [0.0, np.nan], ["a", "b"]])
 def test_commands_that_are_none_are_refused_by_the_tasks_name(drawn):
     env = make(Commanded(name="Mine", drawn=drawn), 0)
-    with pytest.raises(ConfigError, match=r"^command of Mine: .*\(expected 2 finite numbers"):
+    with pytest.raises(ConfigError, match=r"^command of Mine .*\(expected .*\(2,\)"):
         env.reset()
 
 

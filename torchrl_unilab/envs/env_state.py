@@ -242,24 +242,11 @@ class EnvState:
 
     def _checked_state(self, what: str, qpos: Any, qvel: Any, rows: Ids) -> list[Array]:
         """Return states for these simulations as arrays of finite numbers, a row for each."""
-        fields, values = self.physics.fields, []
-        for name, value in (("qpos", qpos), ("qvel", qvel)):
-            try:
-                value = np.asarray(value, dtype=np.float64)
-            except (TypeError, ValueError, RuntimeError) as error:  # tensors raise the last
-                raise ConfigError(
-                    f"{what}: {name} is no array, {error} (expected one row of numbers per "
-                    "simulation to set). Pass an array or a tensor of numbers."
-                ) from error
-            shape = (len(rows), fields[name].shape[1])
-            if value.shape != shape or not all_finite(value):
-                raise ConfigError(
-                    f"{what}: {name} has shape {value.shape} and "
-                    f"{(~np.isfinite(value)).sum()} non-finite values (expected "
-                    f"{shape} and none). Give one row per simulation to set."
-                )
-            values.append(value)
-        return values
+        fields, remedy = self.physics.fields, "Give one row per simulation to set."
+        return [
+            _numbers(f"{what}: {name}", value, (len(rows), fields[name].shape[1]), remedy)
+            for name, value in (("qpos", qpos), ("qvel", qvel))
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that the next steps follow from."""
@@ -338,17 +325,11 @@ class EnvState:
 
     def _draw_commands(self, ids: Ids) -> None:
         """Draw new commands for simulations `ids`, if the task has commands."""
-        if self.task.command_size:
-            command, size = self.physics.fields["command"], self.task.command_size
-            for i in ids:
-                drawn = np.asarray(self.task.command(self._rngs[i]))
-                numbers = drawn.shape == (size,) and drawn.dtype.kind in "fiub"
-                if not (numbers and all_finite(drawn)):
-                    raise ConfigError(
-                        f"command of {self.task.name}: {drawn!r} (expected {size} finite numbers). "
-                        "Correct the task's `command`."
-                    )
-                command[i] = drawn
+        what, remedy = f"command of {self.task.name}", "Correct the task's `command`."
+        for i in ids if self.task.command_size else ():
+            drawn = self.task.command(self._rngs[i])
+            numbers = _numbers(what, drawn, (self.task.command_size,), remedy)
+            self.physics.fields["command"][i] = numbers
 
     def _report_divergence(self, diverged: NDArray[np.bool_]) -> None:
         """Count simulations that diverged; log the first, and each doubling of their number."""
@@ -382,3 +363,19 @@ def simulations_of(what: str, ids: ArrayLike | None, n: int) -> Ids:
             "from this range."
         )
     return rows
+
+
+def _numbers(what: str, value: Any, shape: tuple[int, ...], remedy: str) -> Array:
+    """Return finite numbers of a shape; else a ConfigError."""
+    try:
+        numbers = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:  # tensors raise the last
+        raise ConfigError(
+            f"{what} is no array, {error} (expected numbers of shape {shape}). {remedy}"
+        ) from error
+    if numbers.shape != shape or not all_finite(numbers):
+        raise ConfigError(
+            f"{what} has shape {numbers.shape} and {(~np.isfinite(numbers)).sum()} non-finite "
+            f"values (expected {shape} and none). {remedy}"
+        )
+    return numbers
