@@ -134,3 +134,11 @@ def test_noise_is_neither_published_nor_saved_with_the_weights():
     _noise(actor, 2)
     assert set(actor.state_dict()) == names
     assert actor.snapshot() is not None
+
+
+def test_no_observations_give_no_actions_with_and_without_gradients():
+    actor = make_actor(3, 2)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            none = actor(TensorDict(observation=torch.zeros(0, 3), batch_size=[0]))
+        assert (none["action"].shape, none["action_log_prob"].shape) == ((0, 2), (0,))

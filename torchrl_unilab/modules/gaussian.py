@@ -67,6 +67,11 @@ class DiagonalNormal(torch.distributions.Independent):  # type: ignore[type-arg]
         normal = torch.distributions.Normal(loc, scale, validate_args=False)
         super().__init__(normal, 1, validate_args=False)
 
+    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the log probability, [...]; that of no values, too, which torch cannot shape."""
+        log_prob: torch.Tensor = self.base_dist.log_prob(value).sum(-1)
+        return log_prob
+
     deterministic_sample = torch.distributions.Independent.mean
     """The mean, which TorchRL takes to act without exploration."""
 

@@ -126,6 +126,15 @@ def test_the_first_observation_of_an_episode_is_noisy_too() -> None:
     assert noise.abs().max() < 0.6
 
 
+def test_rows_that_do_not_step_keep_the_noise_that_they_had() -> None:
+    env = hopper(ObservationNoise(0.1))
+    root = step(env, env.reset(), actions(1)[0])
+    mask = torch.tensor([[True], [False], [True], [False]])
+    after = step(env, root.clone(), actions(1)[0], _step=mask)["observation"]
+    assert torch.equal(after[1::2], root["observation"][1::2])
+    assert (after[::2] != root["observation"][::2]).all()
+
+
 def test_noise_may_exceed_the_bounds_of_an_observation() -> None:
     spec = Composite(observation=Bounded(-1.0, 1.0, (3,)))
     noisy = ObservationNoise(0.1).transform_observation_spec(spec)["observation"]

@@ -74,6 +74,14 @@ class ObservationNoise(ObservationTransform):
     def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
         return torch.randn_like(obs).mul_(self.std.to(obs.dtype)).add_(obs)
 
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        noisy: TensorDictBase = self._call(next_tensordict)
+        if (mask := tensordict.get("_step", None)) is not None:  # the others keep what they had
+            before = tensordict.select(*self.in_keys, strict=False)
+            stepped = mask.reshape(noisy.batch_size)
+            noisy.update(noisy.select(*before.keys(True, True)).where(stepped, before))
+        return noisy
+
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
@@ -169,10 +177,7 @@ class _Delay(Transform):
     def _fill(self, key: NestedKey, rows: torch.Tensor | None, value: torch.Tensor) -> None:
         """Fill the history of `rows`, all if None, with `_initial_output` of a value."""
         filled = self._initial_output(value).expand(self._range[1] + 1, *value.shape)
-        known = self._history.get(key)
-        if rows is not None and known is not None:
-            filled = torch.where(_broadcast_rows(rows, filled), filled, known)
-        self._history[key] = filled.clone()
+        self._history[key] = _in_rows(rows, filled, self._history.get(key)).clone()
 
     def _initial_output(self, value: torch.Tensor) -> torch.Tensor:
         """Return what comes out until an episode's first value does; by default that value."""
@@ -188,9 +193,7 @@ class _Delay(Transform):
             if key not in self._history:
                 self._fill(key, None, flat)
             known = self._history[key]
-            moved = torch.cat((flat.unsqueeze(0), known[:-1]))
-            if rows is not None:
-                moved = torch.where(_broadcast_rows(rows, moved), moved, known)
+            moved = _in_rows(rows, torch.cat((flat.unsqueeze(0), known[:-1])), known)
             self._history[key] = moved
             delays = self.delays.to(moved.device)
             late = moved[delays, torch.arange(len(delays), device=moved.device)]
@@ -219,9 +222,13 @@ class _Delay(Transform):
         return mask.reshape(self._batch_size().numel(), -1).any(-1)
 
 
-def _broadcast_rows(rows: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
-    """Reshape a mask ``(n,)`` so that it broadcasts to a history, ``(depth, n, ...)``."""
-    return rows.reshape(1, -1, *(1,) * (history.ndim - 2))
+def _in_rows(
+    rows: torch.Tensor | None, new: torch.Tensor, old: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a new history, ``(depth, n, ...)``, in rows ``(n,)``, all if None; else the old."""
+    if rows is None or old is None:
+        return new
+    return torch.where(rows.reshape(1, -1, *(1,) * (new.ndim - 2)), new, old)
 
 
 class ObservationDelay(_Delay):
