@@ -6,7 +6,7 @@ The statistics are buffers: they are published and saved with the policy, and ch
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
