@@ -66,9 +66,9 @@ def test_batches_to_sample_into_are_known_as_long_as_there_are_any():
             for seed in range(4):
                 out = storage.sample(20, seed=seed, out=outs[seed % 2])
                 assert same(out.exclude("mine"), storage.sample(20, seed=seed))
-            assert len(storage._batches._known) == 2
+            assert len(storage._reader._known) == 2
             del out, outs
-            assert not storage._batches._known
+            assert not storage._reader._known
 
 
 def test_each_sample_has_memory_apart():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -18,12 +19,11 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl_unilab.checks import as_choice, as_integer, as_seconds
 from torchrl_unilab.data.replay.append import Finals, NonFinite, RowAppender, as_rows, check_steps
 from torchrl_unilab.data.replay.form import RowForm
-from torchrl_unilab.data.replay.gather import BatchLayout, ReplaySnapshot, RowGatherer
+from torchrl_unilab.data.replay.gather import ReplaySnapshot, RowReader
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.data.stock import STORAGE_ARGUMENTS, check_stock_arguments
 from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError, UsageError
-from torchrl_unilab.limits import check_memory
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment, free_bytes
@@ -32,15 +32,7 @@ from torchrl_unilab.shm.segment import SharedSegment, free_bytes
 class SharedReplay(SharedStorage):
     """The rows of a `PackedReplayStorage`; its docstring has the arguments."""
 
-    _process_local = (
-        "_building",
-        "_rows",
-        "_appender",
-        "_gatherer",
-        "_batches",
-        "_views",
-        "_moved",
-    )
+    _process_local = ("_building", "_rows", "_appender", "_reader", "_views", "_moved")
 
     def __init__(
         self,
@@ -123,8 +115,7 @@ class SharedReplay(SharedStorage):
             rows = SharedRows(segment, form.layout.widths, self.writers, size, self.timeout)
             views = form.layout.views(rows.blocks)[: len(form.schema.fields)]
             self._views = form.schema.tensordict(views, (self.max_size,))
-        self._batches = BatchLayout(form)
-        self._gatherer = RowGatherer(rows, self._batches, self.gamma)
+        self._reader = RowReader(rows, form, self.gamma)
         self._appender = RowAppender(rows, form, self.non_finite_policy)
         self._moved: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._rows = rows
@@ -329,11 +320,7 @@ class SharedReplay(SharedStorage):
         """
         count = as_integer("rows to sample", count, "Sample 1 row or more.")
         self.rows  # noqa: B018  # refuses a closed storage, and one that knows no rows
-        batches = self._batches
-        nbytes = batches.nbytes(count)
-        check_memory(f"batch of {count} rows", nbytes, "Sample fewer rows.")
-        flat = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pin_memory, device="cpu")
-        return batches.tensordict(batches.batch(count, flat), index=True)
+        return self._reader.empty(count, pin_memory=pin_memory)
 
     def sample(
         self,
@@ -367,7 +354,7 @@ class SharedReplay(SharedStorage):
             ConfigError: `count` is not positive, or `out` was made for another number of rows.
         """
         count = as_integer("rows to sample", count, "Sample 1 row or more.")
-        rows, batches, gatherer = self.rows, self._batches, self._gatherer
+        rows, reader = self.rows, self._reader
         window = rows.readable()
         if snapshot is not None and snapshot.window:
             window = snapshot.window
@@ -379,7 +366,7 @@ class SharedReplay(SharedStorage):
         if seed is not None:
             generator = torch.Generator().manual_seed(operator.index(seed))
         source = self._rng if generator is None else generator
-        memory = batches.batch(count) if out is None else batches.memory_of(out)
+        memory = reader.memory(count) if out is None else reader.memory_of(out)
         if memory["index"].shape[0] != count:
             raise ConfigError(
                 f"batch to sample {count} rows into: {len(memory['index'])} rows (expected "
@@ -391,5 +378,5 @@ class SharedReplay(SharedStorage):
             left = now if snapshot is None else window.above(now.floors)
             return rows.draw(number, left, source)
 
-        rows.read(window, rows.draw(count, window, source), gatherer.into(memory), redraw)
-        return batches.tensordict(memory, index=True) if out is None else out
+        rows.read(window, rows.draw(count, window, source), partial(reader.gather, memory), redraw)
+        return reader.tensordict(memory, index=True) if out is None else out

@@ -271,8 +271,8 @@ class PackedReplayStorage(SharedReplay):
             UsageError: Nothing is known of the rows yet.
             WaitTimeoutError: A row was not complete in time; names the writer.
         """
-        rows, views = self.rows, self._views
-        batches, gatherer = self._batches, self._gatherer
+        self.rows  # noqa: B018  # refuses a closed storage, and one that knows no rows
+        views, reader = self._views, self._reader
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         length = self._count_readable()
@@ -285,10 +285,7 @@ class PackedReplayStorage(SharedReplay):
             at = int(index)
             check_range(at, at, length, "row", "written")
             return views[at % length]
-        positions = wrap_negative(flat_positions(index, length), length)
-        memory = batches.batch(len(positions))
-        rows.read_at(positions, gatherer.into(memory))
-        batch = batches.tensordict(memory, index=False)
+        batch = reader.at(wrap_negative(flat_positions(index, length), length))
         shape = batch_shape(index)
         return batch if shape is None else batch.view(*shape, *batch.batch_size[1:])
 
@@ -314,10 +311,10 @@ class PackedReplayStorage(SharedReplay):
             Copies of the rows [n], the oldest of a shard first, without those that have been
             overwritten; and how many rows of each shard have been read, counted across checkpoints.
         """
-        rows, batches, gatherer = self.rows, self._batches, self._gatherer
+        rows, reader = self.rows, self._reader
         bases, origins, window = rows.lineage()
         if not window.size:  # none can be read now
-            return batches.tensordict(batches.batch(0), index=False), tuple(counted)
+            return reader.at(rows.positions_in(window)), tuple(counted)
         # A shard's rows are counted across checkpoints by their number plus its shift.
         shifts = [origin - base for origin, base in zip(origins, bases, strict=True)]
         read = tuple(head + shift for head, shift in zip(window.heads, shifts, strict=True))
@@ -326,9 +323,8 @@ class PackedReplayStorage(SharedReplay):
         known = [c if c <= r else 0 for c, r in zip(counted, read, strict=True)]
         heads = tuple(count - shift for count, shift in zip(known, shifts, strict=True))
         window = window.above(self.heads_now(heads))
-        positions, memory = rows.positions_in(window), batches.batch(window.size)
-        rows.read_at(positions, gatherer.into(memory))
-        batch = batches.tensordict(memory, index=False)
+        positions = rows.positions_in(window)
+        batch = reader.at(positions)
         # Where a newer row was read, which the next call returns, its older one is below the floor.
         gone = rows.hidden(positions, Window(rows.load(FLOOR), window.heads))
         return batch[~gone] if gone.any() else batch, read
@@ -390,7 +386,7 @@ class PackedReplayStorage(SharedReplay):
         if rows is not None:
             rows.close()
             # They hold the mapping, which would outlive the storage's end.
-            del self._views, self._batches, self._gatherer, self._appender
+            del self._views, self._reader, self._appender
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"size={self.size}"

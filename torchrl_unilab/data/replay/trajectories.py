@@ -4,7 +4,7 @@ Row ``i`` of a trajectory with a stride of ``k`` rows per step is followed by ro
 that has the same trajectory. The number is ``first << 24 | k``, where `first` numbers the
 trajectory's first row, so it is unique in its shard, and rows of different strides never match.
 It lies in the row itself: what was written last is found in the shard, also by a process that
-has replaced the writer or loaded the rows. `RowAppender` marks rows, `RowGatherer` follows them.
+has replaced the writer or loaded the rows. `RowAppender` marks rows, `RowReader` follows them.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.data.pipeline.pipeline import SLOTS
 from torchrl_unilab.data.replay.form import RowForm
-from torchrl_unilab.data.replay.gather import BatchLayout
+from torchrl_unilab.data.replay.gather import batch_nbytes
 from torchrl_unilab.data.schema import TensorSchema, leaves
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.limits import available_cores, available_memory, local_ranks
@@ -227,7 +227,7 @@ def replay_items(config: OffPolicyConfig, sizes: RunSizes) -> list[MemoryItem]:
     form = RowForm.of(TensorSchema.of(sizes.transition), config.n_step)
     shards = config.num_collectors
     replay = SharedRows.nbytes(form.layout.widths, shards, config.capacity // shards)
-    batch = BatchLayout(form).nbytes(config.batch_size * config.updates_per_step)
+    batch = batch_nbytes(form, config.batch_size * config.updates_per_step)
     steps = 2 * config.frames_per_tick * sizes.frame_bytes
     by = ("batch_size", "updates_per_step")
     on_device = sizes.learner == "device"
