@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torchrl.data import Composite
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
@@ -19,7 +18,7 @@ from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_unilab.checks import as_instance
 from torchrl_unilab.data.positions import MASKS
-from torchrl_unilab.errors import ConfigError, LayoutDtypeError, UsageError
+from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.shm.liveness import check_spawning
 from torchrl_unilab.shm.segment import Owner, closed_error
 
@@ -77,18 +76,8 @@ class SharedStorage(Owner, TensorStorage):
         Raises:
             LayoutDtypeError: An entry is not of tensors.
         """
-        example = TensorDict(batch_size=spec.shape, device=torch.device("meta"))
-        for key, leaf in spec.items(include_nested=True, leaves_only=True):
-            if leaf.dtype is None:
-                raise LayoutDtypeError(
-                    f"spec of {key!r}: {type(leaf).__name__} (expected tensors). Leave it out."
-                )
-            example.set(key, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
-        for key, node in spec.items(include_nested=True):
-            if isinstance(node, Composite):
-                example.get(key).batch_size = node.shape
         build: Callable[..., Self] = cls
-        return build(*size, example=example, **settings)
+        return build(*size, example=spec.zero(), **settings)
 
     @abstractmethod
     def _start_process(self) -> None:
@@ -105,14 +94,13 @@ class SharedStorage(Owner, TensorStorage):
             ConfigError: `item` is no position.
         """
         length = self._count_readable()
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, (int, np.integer)):
+            return -length <= int(item) < length
+        if isinstance(item, torch.Tensor) and not (item.is_floating_point() or item.is_complex()):
             if item.dtype in MASKS:  # stock storages take each flag for a valid position
                 return torch.ones_like(item, dtype=torch.bool)
-            if not item.is_floating_point() and not item.is_complex():
-                item = item.long()  # torch cannot compare some unsigned types
-                return (item >= -length) & (item < length)
-        elif isinstance(item, (int, np.integer)):
-            return -length <= int(item) < length
+            item = item.long()  # torch cannot compare some unsigned types
+            return (item >= -length) & (item < length)
         what = item.dtype if isinstance(item, torch.Tensor) else type(item).__name__
         raise ConfigError(
             f"position in a {type(self).__name__}: {what} (expected an int, or a tensor of "
