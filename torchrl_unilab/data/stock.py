@@ -17,8 +17,9 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import ReplayBuffer, RoundRobinWriter, TensorDictMaxValueWriter, Writer
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_unilab.checks import as_choice
 from torchrl_unilab.data.positions import is_single
-from torchrl_unilab.errors import CheckpointError, ConfigError
+from torchrl_unilab.errors import CheckpointError
 
 STORAGE_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "device": ((None, "cpu"), "Move what is sampled with a transform, or a replay pipeline"),
@@ -53,10 +54,7 @@ def check_stock_arguments(
             raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
         values, remedy = honoured[name]
         plain = str(value) if isinstance(value, torch.device) else value
-        if plain not in values:
-            raise ConfigError(
-                f"{owner} {name}: {value!r} (expected {' or '.join(map(repr, values))}). {remedy}."
-            )
+        as_choice(f"{owner} {name}", plain, values, f"{remedy}.")
 
 
 _METADATA = "storage_metadata.json"

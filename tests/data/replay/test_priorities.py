@@ -114,7 +114,7 @@ def test_an_emptied_buffer_forgets_priorities(storage):
 
 
 def test_a_device_is_refused():
-    with pytest.raises(ConfigError, match="device: cuda"):
+    with pytest.raises(ConfigError, match="device: 'cuda'"):
         PackedPrioritizedSampler(8, ALPHA, BETA, device="cuda")
 
 

@@ -87,14 +87,12 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         max_priority_within_buffer: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        if device is not None and torch.device(device).type != "cpu":
-            raise ConfigError(
-                f"PackedPrioritizedSampler device: {device} (expected cpu or None). Rows are drawn "
-                "where they are, in shared memory of the host; move what is sampled."
-            )
         for what, number in (("alpha", alpha), ("beta", beta), ("eps", eps)):
             _check_number(what, number)
         name, remedy = "PackedPrioritizedSampler", "Choose one of them."
+        where = None if device is None else torch.device(device).type
+        move = "Rows are drawn where they are, in shared memory of the host; move what is sampled."
+        as_choice(f"{name} device", where, ("cpu", None), move)
         max_capacity = as_integer(f"{name} max_capacity", max_capacity, "Make it the storage's.")
         needed = 10 * max_capacity  # float64, and a minimum and a sum of each block
         check_memory(f"{name} max_capacity {max_capacity}", needed, "Make it the storage's.")
