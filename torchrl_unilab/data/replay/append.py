@@ -13,14 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from torchrl_unilab.data.replay.form import (
-    DONE,
-    SIGNALS,
-    TERMINATED,
-    TRUNCATED,
-    RowForm,
-    is_learnt_from,
-)
+from torchrl_unilab.data.replay.form import DONE, TERMINATED, TRUNCATED, RowForm, is_learnt_from
 from torchrl_unilab.data.replay.trajectories import TrajectoryMarker
 from torchrl_unilab.data.schema import leaves
 from torchrl_unilab.errors import (
@@ -201,36 +194,30 @@ class RowAppender:
 
     def _final_observations(self, mask: torch.Tensor, finals: Finals) -> dict[str, torch.Tensor]:
         """Return final observations of the masked rows, [mask.sum(), ...], by dotted key."""
-        names = self._form.index
-        # What rows have before and after a step.
-        known = [f"next.{name}" for name in names if name.split(".")[-1] not in SIGNALS]
-        known = [name for name in known if name in names]
+        known = self._form.observations
         if isinstance(finals, torch.Tensor):
             if len(known) != 1:
                 raise LayoutKeyError(
-                    f"final observations: one tensor for the keys {known} (expected exactly one). "
-                    "Pass a TensorDict with one entry per observation."
+                    f"final observations: one tensor for the keys {[*known]} (expected exactly "
+                    "one). Pass a TensorDict with one entry per observation."
                 )
             named = {known[0]: finals}
         else:
             assert finals is not None
             named = {f"next.{dotted(key)}": leaf for key, leaf in leaves(finals).items()}
-            if missing := [name for name in known if name not in named]:
+            missing = [name for name in known if name not in named]
+            unknown = [name for name in named if name not in self._form.index]
+            if missing or unknown:
                 raise LayoutKeyError(
-                    f"final observations: without {missing} (expected all that rows have). Add "
-                    "them: a row would mix the final state with that after the reset."
+                    f"final observations: without {missing}, unknown {unknown} (expected "
+                    f"{[*known]}). Leave out unknown keys, and add missing ones: a row would mix "
+                    "the final state with that after the reset."
                 )
         return {name: self._masked(name, leaf.detach(), mask) for name, leaf in named.items()}
 
     def _masked(self, name: str, leaf: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return an observation of the masked rows, given for these only or for all rows."""
-        index = self._form.index.get(name)
-        if index is None:
-            raise LayoutKeyError(
-                f"final observations: unknown key {name!r} (expected one of "
-                f"{[*self._form.index]}). Leave it out."
-            )
-        field = self._form.schema.fields[index]
+        field = self._form.schema.fields[self._form.index[name]]
         all_rows, masked_rows = (*mask.shape, *field.shape), (int(mask.sum()), *field.shape)
         if leaf.dtype is not field.dtype:
             raise LayoutDtypeError(

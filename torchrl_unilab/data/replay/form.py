@@ -111,3 +111,9 @@ class RowForm:
     def index(self) -> dict[str, int]:
         """Dotted key to the place of a field in the schema and the layout."""
         return {name: i for i, name in enumerate(self.schema.names)}
+
+    @functools.cached_property
+    def observations(self) -> tuple[str, ...]:
+        """Dotted keys of what rows have both before and after a step, as it is after."""
+        after = [f"next.{name}" for name in self.index if name.split(".")[-1] not in SIGNALS]
+        return tuple(name for name in after if name in self.index)
