@@ -241,9 +241,8 @@ class SharedRollouts(SharedStorage):
                 resigned, and there is no timeout.
             SegmentError: The slot was written without a claim.
         """
-        unread = self._unread()
-        lease = unread[0] if unread else self.ring.acquire(timeout)
-        return None if lease is None else self._lend(lease)
+        unread = self._hold(1, timeout)
+        return self._lend(unread[0]) if unread else None
 
     def acquire_all(self) -> list[RolloutLease]:
         """Own all unread rollouts; return all leases, in the order in which they were acquired."""

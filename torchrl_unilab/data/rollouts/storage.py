@@ -333,17 +333,18 @@ class RolloutRingStorage(SharedRollouts):
         check_state(self, state_dict)
         if state_dict["schema"] is None:
             return
-        schema = TensorSchema.from_json(state_dict["schema"])
-        own = self._schema or self._build(schema)
-        own.select(schema.empty(device="meta"))
+        schema, count = TensorSchema.from_json(state_dict["schema"]), len(state_dict["of"])
+        saved = [state_dict["rollouts"][name] for name in schema.names]
+        own = self._schema or schema
+        tensors = own.select(schema.tensordict(saved, (count,)), (count,))
         if schema.batch_size != own.batch_size:
             raise LayoutShapeError(
                 f"cannot load rollouts of batch size {list(schema.batch_size)} (expected "
                 f"{list(own.batch_size)}). Build the storage from a rollout like them."
             )
+        if self._schema is None:
+            self._build(schema)
         writing = self.ring.writer
-        tensors, count = [state_dict["rollouts"][name] for name in own.names], len(state_dict["of"])
-        own.select(own.tensordict(tensors, (count,)), (count,))  # refuses other shapes and dtypes
         try:
             for writer in {*state_dict["of"]}:  # refused before one is written
                 self.ring.become_writer(writer)
