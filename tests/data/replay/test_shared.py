@@ -133,6 +133,10 @@ def test_the_graph_of_a_final_observation_is_let_go_of():
         (torch.ones(4, dtype=torch.bool), torch.zeros(3, 17)),
         (torch.ones(4, dtype=torch.bool), torch.zeros(4, 16)),
         (torch.ones(4, dtype=torch.bool), TensorDict({"pixels": torch.zeros(4, 1)}, [4])),
+        (
+            torch.ones(4, dtype=torch.bool),
+            TensorDict({"observation": torch.zeros(4, 17), "pixels": torch.zeros(4, 1)}, [4]),
+        ),
     ],
 )
 def test_a_final_observation_of_the_wrong_shape_is_an_error(mask, finals):
