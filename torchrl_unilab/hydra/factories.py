@@ -7,7 +7,6 @@ and the collector's node has what differs.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,14 +22,11 @@ from torchrl_unilab.collectors.worker import closing_env
 from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.hydra.nodes import TrainerNode
+from torchrl_unilab.hydra.nodes import TAKEN
 from torchrl_unilab.trainers.base import check_arguments, leave_out
 from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
-
-_PASSED = frozenset(field.name for field in dataclasses.fields(TrainerNode))
-"""Arguments of TorchRL's trainers that ours take, in addition to those of `_make_trainer`."""
 
 
 def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:
@@ -104,7 +100,7 @@ def _make_trainer(
     hooks: Sequence[TrainerHookBase] | None = None,
     **others: Any,
 ) -> Trainer:
-    passed = {name: value for name, value in others.items() if name in _PASSED}
+    passed = {name: value for name, value in others.items() if name in TAKEN}
     check_arguments(passed, config, kind)
     hooks = [] if hooks is None else hooks
     if not (isinstance(hooks, Sequence) and all(isinstance(h, TrainerHookBase) for h in hooks)):
@@ -112,7 +108,7 @@ def _make_trainer(
             f"{name} hooks: {hooks!r} (expected a list of TorchRL's hooks). List them, as in "
             "trainer.hooks=[${h}]."
         )
-    _refuse(name, [k for k, v in others.items() if v is not None and k not in _PASSED], kind)
+    _refuse(name, [k for k, v in others.items() if v is not None and k not in TAKEN], kind)
     overrides = _overrides(name, collector, kind)
     create_env = _sized(overrides.pop("create_env_fn", None) or create_env_fn, config)
     if (frames := overrides.pop("total_frames", -1)) not in (-1, total_frames):

@@ -1,356 +1,186 @@
 """Our parts as structured configs, in the groups that TorchRL registers its own in.
 
-Each node has the fields of its target's signature, and those that TorchRL's own YAML files set on
-the stock part in its place; a test compares them. The nodes of settings are made from the
-settings. `register` stores them all.
+Each node has the arguments of what it instantiates, read from the signature, and those that
+TorchRL's own YAML files set on the stock part in its place. `NodeSource` lists the nodes; one is
+made, and torch imported, when a configuration names it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.utils import get_class
+from omegaconf import MISSING, OmegaConf
 
 from torchrl_unilab.configs import SETTINGS
-from torchrl_unilab.configs.settings import Settings
 
+_FACTORIES = "torchrl_unilab.hydra.factories"
 
-@dataclass
-class _Node:
-    """Base of the nodes. Hydra calls their target at once, or returns a partial of it."""
-
-    _partial_: bool = False
-
-
-def _float32() -> dict[str, str]:
-    return {"_target_": "hydra.utils.get_object", "path": "torch.float32"}
-
-
-@dataclass
-class MujocoBatchEnvNode(_Node):
-    """`MujocoBatchEnv`."""
-
-    task: str = MISSING
-    num_envs: int | None = 64
-    num_threads: int | None = None
-    seed: int | None = None
-    max_episode_steps: int | None = None
-    device: Any = None
-    dtype: Any = field(default_factory=_float32)
-    with_reward_terms: bool = False
-    randomization: Any = None
-    stagger: bool = False
-    from_pixels: bool = False
-    pixels_only: bool = True
-    render_width: int = 320
-    render_height: int = 240
-    render_camera: Any = None
-    render_ids: Any = None
-    _convert_: str = "all"  # for `randomization`: a sequence of objects
-    _target_: str = "torchrl_unilab.envs.MujocoBatchEnv"
-
-
-@dataclass
-class UniLabShmSchemeNode(_Node):
-    """`UniLabShmScheme`."""
-
-    strategy: str = "tensordict"
-    sync: bool = True
-    per_worker_weights: bool = False
-    pull: str = "rollout"
-    slots: int = 3
-    first_version: int = 0
-    _target_: str = "torchrl_unilab.weight_update.UniLabShmScheme"
-
-
-@dataclass
-class PackedReplayStorageNode(_Node):
-    """`PackedReplayStorage`, with the arguments of TorchRL's storages."""
-
-    max_size: int = MISSING
-    example: Any = None
-    writers: int = 1
-    n_step: int = 1
-    gamma: float = 0.99
-    observation_keys: Any = None
-    non_finite: str = "refuse"
-    timeout: float = 10.0
-    device: Any = "cpu"
-    ndim: int = 1
-    compilable: bool = False
-    consolidated: bool = False
-    shared_init: bool = False
-    cleanup_memmap: bool = True
-    scratch_dir: Any = None
-    existsok: bool = False
-    auto_cleanup: Any = None
-    _target_: str = "torchrl_unilab.data.PackedReplayStorage"
-
-
-@dataclass
-class PackedReplayWriterNode(_Node):
-    """`PackedReplayWriter`."""
-
-    compilable: bool = False
-    _target_: str = "torchrl_unilab.data.PackedReplayWriter"
-
-
-@dataclass
-class PackedPrioritizedSamplerNode(_Node):
-    """`PackedPrioritizedSampler`."""
-
-    max_capacity: int = MISSING
-    alpha: float = MISSING
-    beta: float = MISSING
-    eps: float = 1e-8
-    dtype: Any = field(default_factory=_float32)
-    reduction: str = "max"
-    max_priority_within_buffer: bool = False
-    device: Any = None
-    _target_: str = "torchrl_unilab.data.PackedPrioritizedSampler"
-
-
-@dataclass
-class PackedSliceSamplerNode(_Node):
-    """`PackedSliceSampler`."""
-
-    num_slices: int | None = None
-    slice_len: int | None = None
-    end_key: Any = None
-    end_keys: Any = None
-    traj_key: Any = None
-    step_key: Any = "step_count"
-    fragmented: bool = False
-    ends: Any = None
-    trajectories: Any = None
-    cache_values: bool = False
-    truncated_key: Any = ("next", "truncated")
-    init_key: Any = "is_init"
-    strict_length: bool = True
-    pad_output: bool = False
-    compile: Any = False
-    span: Any = False
-    use_gpu: Any = False
-    _target_: str = "torchrl_unilab.data.PackedSliceSampler"
-
-
-@dataclass
-class RolloutRingStorageNode(_Node):
-    """`RolloutRingStorage`."""
-
-    slots: int = 4
-    example: Any = None
-    writers: int = 1
-    overflow: str = "overwrite"
-    timeout: float | None = 60.0
-    _target_: str = "torchrl_unilab.data.RolloutRingStorage"
-
-
-@dataclass
-class RolloutRingWriterNode(_Node):
-    """`RolloutRingWriter`."""
-
-    compilable: bool = False
-    _target_: str = "torchrl_unilab.data.RolloutRingWriter"
-
-
-@dataclass
-class RolloutRingSamplerNode(_Node):
-    """`RolloutRingSampler`."""
-
-    take: str = "oldest"
-    timeout: float = 0.0
-    _target_: str = "torchrl_unilab.data.RolloutRingSampler"
-
-
-@dataclass
-class ActionDelayNode(_Node):
-    """`ActionDelay`."""
-
-    delay: Any = MISSING
-    before: Any = 0.0
-    in_keys_inv: Any = ("action",)
-    _target_: str = "torchrl_unilab.envs.ActionDelay"
-
-
-@dataclass
-class ObservationDelayNode(_Node):
-    """`ObservationDelay`."""
-
-    delay: Any = MISSING
-    in_keys: Any = ("observation",)
-    _target_: str = "torchrl_unilab.envs.ObservationDelay"
-
-
-@dataclass
-class ObservationNoiseNode(_Node):
-    """`ObservationNoise`."""
-
-    std: Any = MISSING
-    in_keys: Any = ("observation",)
-    _target_: str = "torchrl_unilab.envs.ObservationNoise"
-
-
-@dataclass
-class _WorkersNode:
-    """Arguments of both collectors; under our trainers None leaves one to the settings."""
-
-    create_env_fn: Any = None
-    policy: Any = None
-    frames_per_batch: int | None = None
-    total_frames: int | None = None
-    num_workers: int | None = None
-    weight_sync_schemes: Any = None
-    lockstep: bool | None = None
-    inline: bool | None = None
-    num_threads: int | None = None
-    exploration_type: Any = None
-    seed: int | None = None
-    timeout: float | None = None
-    restart_workers: int | None = None
-    policy_device: Any = None
-    measure: Any = None
-    worker_idx: int | None = None
-    policy_factory: Any = None
-    _partial_: bool = True
-
-
-@dataclass
-class APPOCollectorNode(_WorkersNode):
-    """`APPOCollector`."""
-
-    slots: int | None = None
-    overflow: str | None = None
-    max_policy_lag: int | None = None
-    use_buffers: bool | None = None
-    _target_: str = "torchrl_unilab.hydra.factories.make_appo_collector"
-
-
-@dataclass
-class ReplayCollectorNode(_WorkersNode):
-    """`ReplayCollector`."""
-
-    capacity: int | None = None
-    init_random_frames: int | None = None
-    explore: Any = None
-    replay: Any = None
-    _target_: str = "torchrl_unilab.hydra.factories.make_replay_collector"
-
-
-@dataclass
-class EpisodeReturnsNode(_Node):
-    """`EpisodeReturns`."""
-
-    window: int = 64
-    _target_: str = "torchrl_unilab.trainers.EpisodeReturns"
-
-
-@dataclass
-class TrainerNode:
-    """What our trainers take, by the names of TorchRL's nodes."""
-
-    config: Any = MISSING
-    create_env_fn: Any = None
-    collector: Any = None
-    total_frames: int = MISSING
-    logger: Any = None
-    seed: int = 0
-    progress_bar: bool = True
-    save_trainer_file: Any = None
-    save_trainer_interval: int = 10000
-    log_interval: int = 10000
-    log_timings: bool = False
-    auto_log_optim_steps: bool = True
-    checkpoint: Any = None
-    checkpoint_rotation: Any = None
-    checkpoint_metadata: Any = None
-    hooks: Any = None
-
-
-_REFUSED = """
-    frame_skip loss_module optimizer replay_buffer actor_network critic_network target_net_updater
-    optim_steps_per_batch batch_size clip_grad_norm clip_norm async_collection
-    enable_logging log_rewards log_actions log_observations
-    done_key terminated_key reward_key episode_reward_key action_key observation_key
+_TAKEN = """
+    collector total_frames create_env_fn logger seed progress_bar save_trainer_file
+    save_trainer_interval log_interval log_timings auto_log_optim_steps
+    checkpoint checkpoint_rotation checkpoint_metadata hooks
 """
-"""Further fields of the nodes of TorchRL's trainers, for which ours accept only None."""
+TAKEN = frozenset(_TAKEN.split())
+"""Arguments of TorchRL's trainers that ours take; of the others, they accept only None."""
 
 
-def _trainer_node(target: str, refused: str) -> type:
-    """Return the node of a trainer, with further fields of the node in whose place it is."""
-    return dataclasses.make_dataclass(
-        "TrainerNode",
-        [
-            *((name, Any, field(default=None)) for name in (_REFUSED + refused).split()),
-            ("_target_", str, field(default=f"torchrl_unilab.hydra.factories.{target}")),
-        ],
-        bases=(TrainerNode,),
-    )
+_PLAIN = (bool, int, float, str, bool | None, int | None, float | None, str | None)
 
 
-def _settings_node(name: str, kind: type[Settings]) -> type:
-    """Return the node of an algorithm's settings, in which None leaves one to the task."""
-    types = typing.get_type_hints(kind)
-    checked: Mapping[Any, Any] = {bool: bool | None, int: int | None, float: float | None}
-    constants = [
-        ("algorithm", str, field(default=name)),
-        ("_target_", str, field(default="torchrl_unilab.hydra.factories.make_settings")),
-        ("task", str, field(default="")),
-    ]
-    settings = [
-        (each.name, checked.get(types[each.name], Any), field(default=None))
-        for each in dataclasses.fields(kind)
-        if each.name != "algorithm" and each.metadata["of"] in (None, name)
-    ]
-    return dataclasses.make_dataclass(f"{name.upper()}SettingsNode", [*constants, *settings])
+def _node(target: str, values: Mapping[str, Any], hints: Mapping[str, Any], **hydra: Any) -> type:
+    """Return the structured config of a target.
 
-
-NODES: Mapping[tuple[str, str], type] = {
-    ("env", "mujoco_batch"): MujocoBatchEnvNode,
-    ("transform", "action_delay"): ActionDelayNode,
-    ("transform", "observation_delay"): ObservationDelayNode,
-    ("transform", "observation_noise"): ObservationNoiseNode,
-    ("weight_sync_scheme", "unilab_shm"): UniLabShmSchemeNode,
-    ("storage", "packed_replay"): PackedReplayStorageNode,
-    ("writer", "packed_replay"): PackedReplayWriterNode,
-    ("sampler", "packed_prioritized"): PackedPrioritizedSamplerNode,
-    ("sampler", "packed_slice"): PackedSliceSamplerNode,
-    ("storage", "rollout_ring"): RolloutRingStorageNode,
-    ("writer", "rollout_ring"): RolloutRingWriterNode,
-    ("sampler", "rollout_ring"): RolloutRingSamplerNode,
-    ("collector", "appo"): APPOCollectorNode,
-    ("collector", "replay"): ReplayCollectorNode,
-    ("hook", "episode_returns"): EpisodeReturnsNode,
-    # In the places of TorchRL's OnPolicyTrainerConfig and SACTrainerConfig.
-    ("trainer", "appo"): _trainer_node(
-        "make_appo_trainer", "num_epochs add_gae gae lr_scheduler weight_update_map gamma lmbda"
-    ),
-    ("trainer", "off_policy"): _trainer_node(
-        "make_off_policy_trainer", "learner_backend learner_backend_options learner_poll_interval"
-    ),
-    **{
-        ("settings", name): _settings_node(name, algorithm.kind)
-        for name, algorithm in SETTINGS.items()
-    },
-}
-"""Structured configs by group and name."""
-
-
-def register() -> None:
-    """Store all nodes in Hydra's ConfigStore.
-
-    Examples:
-        >>> from hydra.core.config_store import ConfigStore
-        >>> from torchrl_unilab.hydra.nodes import register
-        >>> register()
-        >>> "appo.yaml" in ConfigStore.instance().list("trainer")
-        True
+    Args:
+        target: What it instantiates, by its dotted name.
+        values: The default of each of its arguments.
+        hints: Their types. Where one is a number, a flag or a text, Hydra refuses or converts
+            others; the target checks the rest.
+        **hydra: Hydra's own keys; without them it calls the target at once.
     """
-    store = ConfigStore.instance()
-    for (group, name), node in NODES.items():
-        store.store(group=group, name=name, node=node, provider="torchrl-unilab")
+    fields: list[tuple[str, Any, Any]] = []
+    for name, value in ({**values, "_partial_": False, "_target_": target} | hydra).items():
+        hint = hints.get(name)
+        kind = (hint | None if value is None else hint) if hint in _PLAIN else Any
+        as_dict = isinstance(value, dict)
+        default = {"default_factory": partial(dict, value)} if as_dict else {"default": value}
+        fields.append((name, kind, dataclasses.field(**default)))
+    return dataclasses.make_dataclass("Node", fields)
+
+
+def _arguments(target: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the defaults and the types of a class's arguments."""
+    kind: Any = get_class(target)
+    _, *known = inspect.signature(kind.__init__).parameters.values()
+    values = {
+        each.name: MISSING if each.default is each.empty else each.default
+        for each in known
+        if each.kind is not each.VAR_KEYWORD
+    }
+    if "dtype" in values:
+        values["dtype"] = {"_target_": "hydra.utils.get_object", "path": str(values["dtype"])}
+    return values, typing.get_type_hints(kind.__init__)
+
+
+def _part(target: str, nullable: Mapping[str, Any] | None = None, **hydra: Any) -> type:
+    """Return the node of a class; `nullable` arguments may be None under our trainers."""
+    values, hints = _arguments(target)
+    return _node(target, values, {**hints, **(nullable or {})}, **hydra)
+
+
+def _packed_replay(target: str) -> type:
+    """Return the node of `PackedReplayStorage`, with the arguments of TorchRL's storages."""
+    from torchrl_unilab.data.stock import STORAGE_ARGUMENTS
+
+    values, hints = _arguments(target)
+    stock = {name: accepted[0] for name, (accepted, _) in STORAGE_ARGUMENTS.items()}
+    return _node(target, values | stock, hints)
+
+
+def _collector(target: str, factory: str) -> type:
+    """Return the node of a collector, in which None leaves an argument to the settings."""
+    from torchrl_unilab.collectors.arguments import WorkerSettings
+
+    hints = _arguments(target)[1] | typing.get_type_hints(WorkerSettings)
+    hints["num_workers"] = hints.pop("num_collectors")  # TorchRL's name
+    unset = dict.fromkeys(name for name in hints if name not in ("workers", "return"))
+    return _node(f"{_FACTORIES}.{factory}", unset, hints, _partial_=True)
+
+
+def _trainer(stock: str, factory: str) -> type:
+    """Return the node of a trainer, in the place of a stock one; its own fields are `TAKEN`."""
+    known: Any = get_class(f"torchrl.trainers.algorithms.configs.trainers.{stock}")
+    fields = {each.name: each.default for each in dataclasses.fields(known)}
+    fields.pop("_target_", None)
+    own = {"config": MISSING, "total_frames": MISSING, "seed": 0}
+    kept = {k: v for k, v in fields.items() if k in TAKEN and v is not dataclasses.MISSING}
+    hints = {"total_frames": int, **{name: type(value) for name, value in kept.items()}}
+    return _node(f"{_FACTORIES}.{factory}", {**dict.fromkeys(fields), **kept, **own}, hints)
+
+
+def _settings(name: str) -> type:
+    """Return the node of an algorithm's settings, in which None leaves one to the task."""
+    kind = SETTINGS[name].kind
+    names = [each.name for each in dataclasses.fields(kind) if each.metadata["of"] in (None, name)]
+    values = {**dict.fromkeys(names), "algorithm": name, "task": ""}
+    # Where None is a value, "none" is given for it.
+    hints = {n: h for n, h in typing.get_type_hints(kind).items() if h in (bool, int, float)}
+    return _node(f"{_FACTORIES}.make_settings", values, hints)
+
+
+NODES: Mapping[str, Callable[[], type]] = {
+    "env/mujoco_batch": partial(
+        _part,
+        "torchrl_unilab.envs.MujocoBatchEnv",
+        nullable={"num_envs": int | None},  # then the settings say it
+        _convert_="all",  # for `randomization`: a sequence of objects
+    ),
+    "transform/action_delay": partial(_part, "torchrl_unilab.envs.ActionDelay"),
+    "transform/observation_delay": partial(_part, "torchrl_unilab.envs.ObservationDelay"),
+    "transform/observation_noise": partial(_part, "torchrl_unilab.envs.ObservationNoise"),
+    "weight_sync_scheme/unilab_shm": partial(_part, "torchrl_unilab.weight_update.UniLabShmScheme"),
+    "storage/packed_replay": partial(_packed_replay, "torchrl_unilab.data.PackedReplayStorage"),
+    "writer/packed_replay": partial(_part, "torchrl_unilab.data.PackedReplayWriter"),
+    "sampler/packed_prioritized": partial(_part, "torchrl_unilab.data.PackedPrioritizedSampler"),
+    "sampler/packed_slice": partial(_part, "torchrl_unilab.data.PackedSliceSampler"),
+    "storage/rollout_ring": partial(_part, "torchrl_unilab.data.RolloutRingStorage"),
+    "writer/rollout_ring": partial(_part, "torchrl_unilab.data.RolloutRingWriter"),
+    "sampler/rollout_ring": partial(_part, "torchrl_unilab.data.RolloutRingSampler"),
+    "collector/appo": partial(
+        _collector, "torchrl_unilab.collectors.APPOCollector", "make_appo_collector"
+    ),
+    "collector/replay": partial(
+        _collector, "torchrl_unilab.collectors.ReplayCollector", "make_replay_collector"
+    ),
+    "hook/episode_returns": partial(_part, "torchrl_unilab.trainers.EpisodeReturns"),
+    "trainer/appo": partial(_trainer, "OnPolicyTrainerConfig", "make_appo_trainer"),
+    "trainer/off_policy": partial(_trainer, "SACTrainerConfig", "make_off_policy_trainer"),
+    **{f"settings/{name}": partial(_settings, name) for name in SETTINGS},
+}
+"""What makes each structured config, by group and name."""
+
+
+class NodeSource(ConfigSource):
+    """Where Hydra finds our nodes: they are listed by name, and made when they are loaded."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Return how addresses of this source begin."""
+        return "torchrl-unilab"
+
+    def available(self) -> bool:
+        """Return True: the nodes are always there."""
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        """Return whether there are nodes of a group."""
+        return bool(_below(config_path))
+
+    def is_config(self, config_path: str) -> bool:
+        """Return whether there is a node of a name."""
+        return config_path.removesuffix(".yaml") in NODES
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Return the nodes of a group; of no group, the groups."""
+        below = _below(config_path)
+        kind = ObjectType.GROUP if any("/" in name for name in below) else ObjectType.CONFIG
+        found = {name.partition("/")[0] for name in below}
+        return sorted(found) if results_filter in (None, kind) else []
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return a node."""
+        node = OmegaConf.structured(NODES[config_path.removesuffix(".yaml")]())
+        return ConfigResult(self.provider, self.full_path(), node, header={"package": None})
+
+
+def _below(group: str) -> list[str]:
+    """Return the names of nodes relative to a group."""
+    start = f"{group.strip('/')}/".lstrip("/")
+    return [name.removeprefix(start) for name in NODES if name.startswith(start)]
