@@ -13,8 +13,7 @@ from torchrl_unilab.trainers.off_policy import (
 from torchrl_unilab.trainers.prefetch import PrefetchReplay
 from torchrl_unilab.trainers.reports import EpisodeReturns, LogPolicyLag
 from torchrl_unilab.trainers.runs.builders import build_learner, plan_run
-from torchrl_unilab.trainers.runs.playback import play_run
-from torchrl_unilab.trainers.runs.policy import evaluate_run, load_policy
+from torchrl_unilab.trainers.runs.policy import evaluate_run, load_policy, play_run
 from torchrl_unilab.trainers.runs.resume import resume_run
 from torchrl_unilab.trainers.runs.train import train_appo, train_off_policy
 from torchrl_unilab.trainers.video import Mp4Logger

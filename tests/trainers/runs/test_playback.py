@@ -12,8 +12,8 @@ from torchrl_unilab.cli import main
 from torchrl_unilab.envs.rendering import BatchRenderer
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import evaluate, evaluate_run
-from torchrl_unilab.trainers.runs import playback, policy
-from torchrl_unilab.trainers.runs.playback import play_run
+from torchrl_unilab.trainers.runs import policy
+from torchrl_unilab.trainers.runs.policy import play_run
 
 SIZE = ["--width", "64", "--height", "48"]
 
@@ -91,7 +91,7 @@ def test_actions_that_are_drawn_follow_the_seed(run_dir, tmp_path):
 
 def test_the_environment_that_was_filmed_is_closed(run_dir, tmp_path, monkeypatch):
     filmed = Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr(playback, "film_episodes", filmed)
+    monkeypatch.setattr(policy, "film_episodes", filmed)
     with pytest.raises(OSError, match="No space"):
         play_run(run_dir, tmp_path / "out.mp4")
     assert filmed.call_args.args[0].is_closed

@@ -23,7 +23,7 @@ from torchrl_unilab.configs.file import as_yaml, read_config
 from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.trainers import evaluate_run, load_policy, resume_run
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, _digests, run_checkpoint
-from torchrl_unilab.trainers.runs.playback import play_run
+from torchrl_unilab.trainers.runs.policy import play_run
 from torchrl_unilab.trainers.runs.train import Run
 
 

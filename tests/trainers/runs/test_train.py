@@ -26,6 +26,7 @@ from torchrl_unilab.trainers import (
     APPOTrainer,
     OffPolicyConfig,
     evaluate_run,
+    load_policy,
     resume_run,
     train_appo,
     train_off_policy,
@@ -33,7 +34,6 @@ from torchrl_unilab.trainers import (
 from torchrl_unilab.trainers.progress import log_progress
 from torchrl_unilab.trainers.runs.builders import child_seeds
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
-from torchrl_unilab.trainers.runs.policy import load_run
 from torchrl_unilab.trainers.runs.train import Run
 
 SUMMARY_KEYS = {
@@ -309,9 +309,7 @@ def test_what_is_no_longer_finite_ends_a_run_and_leaves_the_checkpoints_of_befor
         quick_run(tmp_path, checkpoint_interval=64)
     saved = RunCheckpoints(tmp_path / "checkpoint").newest()
     assert saved.frames == 6 * APPOConfig(**APPO).frames_per_rollout
-    actor = load_run(tmp_path, "evaluate", num_envs=1, num_threads=1)
-    actor.env.close()
-    assert all(p.isfinite().all() for p in actor.actor.parameters())
+    assert all(p.isfinite().all() for p in load_policy(tmp_path).parameters())
     assert not live_children()
 
 
@@ -360,6 +358,4 @@ def test_observations_that_are_not_finite_end_a_run_before_they_are_counted(tmp_
     options = {"config": config, "progress_bar": False, "checkpoint_interval": 4}
     with pytest.raises(DivergedError, match=r"frames: not all of 'observation' are finite"):
         train_off_policy("InvertedPendulum-v5", frames=160, run_dir=tmp_path / "run", **options)
-    run = load_run(tmp_path / "run", "evaluate", num_envs=1, num_threads=1)
-    run.env.close()
-    assert all(buffer.isfinite().all() for buffer in run.actor.buffers())
+    assert all(buffer.isfinite().all() for buffer in load_policy(tmp_path / "run").buffers())

@@ -1,14 +1,14 @@
-"""Loads the policy of a run from its directory, and evaluates it.
+"""Loads the policy of a run from its directory, evaluates and films it.
 
-`load_run` refuses a directory without a whole checkpoint before an environment is made. The
+`loaded_run` refuses a directory without a whole checkpoint before an environment is made. The
 commands `eval` and `play` start here; `resume_run` shares `saved_config`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -18,9 +18,10 @@ import torch
 from tensordict.nn import TensorDictModuleBase
 from torchrl.checkpoint import Checkpoint
 from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.collectors.arguments import CreateEnv, check_factory
-from torchrl_unilab.collectors.worker import check_env, close_env, closing_env
+from torchrl_unilab.collectors.worker import closing_env
 from torchrl_unilab.configs import SETTINGS, RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
 from torchrl_unilab.configs.file import CONFIG_FILE, StrPath, file_settings_of
@@ -31,6 +32,7 @@ from torchrl_unilab.trainers.evaluation import MOST_AT_ONCE, evaluate
 from torchrl_unilab.trainers.runs.builders import build_learner
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun
 from torchrl_unilab.trainers.runs.directory import CHECKPOINT, run_path
+from torchrl_unilab.trainers.video import check_video, film_episodes
 
 MACHINE_SETTINGS = ("device", "collector_device", "physics_threads", "learner_threads")
 """Settings of the machine, not of the result: a resumed run may change them."""
@@ -135,31 +137,21 @@ def check_newest(saved: SavedRun | None, run_dir: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class TrainedPolicy:
-    """A run's policy, with an environment of its task.
-
-    Attributes:
-        settings: Those of its checkpoint, and those that only ``config.yaml`` has.
-        env: New; the caller closes it.
-        actor: The policy of the run's checkpoint.
-    """
-
-    settings: Mapping[str, Any]
-    env: Any
-    actor: TensorDictModuleBase
-
-
-def load_run(
+@contextlib.contextmanager
+def loaded_run(
     run_dir: StrPath, purpose: str, create_env: CreateEnv | None = None, **env_options: Any
-) -> TrainedPolicy:
-    """Load the checkpoint of a run.
+) -> Iterator[tuple[Mapping[str, Any], Any, TensorDictModuleBase]]:
+    """Load the checkpoint of a run; close the environment, and restore torch's generator, after it.
 
     Args:
         run_dir: A run.
         purpose: A verb for messages: "evaluate".
         create_env: Makes the environment; `MujocoBatchEnv` of the run's task if not given.
         **env_options: Of `MujocoBatchEnv`, if it makes it.
+
+    Yields:
+        The settings of its checkpoint, and those that only ``config.yaml`` has; a new environment
+        of its task; and the policy of the checkpoint.
 
     Raises:
         ConfigError: `run_dir` is not that of a run, or the environment refuses the options.
@@ -182,20 +174,17 @@ def load_run(
     if create_env is None:
         create_env = partial(MujocoBatchEnv, task_of(saved.run, path, refusal), **env_options)
     check_factory(create_env)
-    with torch.random.fork_rng(devices=[]):  # whatever is drawn, the caller's goes on as it was
-        env = create_env()
-        check_env(env)
+    with torch.random.fork_rng(devices=[]), closing_env(create_env()) as env:
         try:
             here = saved_config(saved.run).replace(device="cpu", collector_device="cpu")
             actor = build_learner(env, here).actor
             Checkpoint(policy=actor).load(saved.path, map_location="cpu")
         except (TorchRLCheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
-            close_env(env)
             raise CheckpointError(
                 f"{refusal}: {saved.path.name} does not load, {error} (expected one that fits the "
                 "environment). Restore the task, or give the create_env that it was trained with."
             ) from error
-    return TrainedPolicy({**file_settings, **saved.run}, env, actor)
+        yield {**file_settings, **saved.run}, env, actor
 
 
 def check_episodes(episodes: int, seed: int) -> tuple[int, int]:
@@ -229,9 +218,8 @@ def load_policy(run_dir: StrPath, *, create_env: CreateEnv | None = None) -> Ten
         >>> policy(TensorDict(observation=torch.zeros(4)))["action"].shape
         torch.Size([1])
     """
-    run = load_run(run_dir, "load", create_env, num_envs=1, num_threads=1)
-    close_env(run.env)
-    return run.actor
+    with loaded_run(run_dir, "load", create_env, num_envs=1, num_threads=1) as (_, _, actor):
+        return actor
 
 
 def evaluate_run(
@@ -260,17 +248,88 @@ def evaluate_run(
         3
     """
     episodes, seed = check_episodes(episodes, seed)
-    envs = min(episodes, MOST_AT_ONCE)
-    run = load_run(run_dir, "evaluate", create_env, num_envs=envs, num_threads=available_cores())
-    with closing_env(run.env):
-        max_steps = run.settings.get("eval_max_steps", RunConfig.eval_max_steps)
+    size = {"num_envs": min(episodes, MOST_AT_ONCE), "num_threads": available_cores()}
+    with loaded_run(run_dir, "evaluate", create_env, **size) as (settings, env, actor):
+        max_steps = settings.get("eval_max_steps", RunConfig.eval_max_steps)
         steps = RunConfig.kinds()["eval_max_steps"]  # a person may have changed it
         steps.check("eval_max_steps", max_steps)
-        returns = evaluate(run.env, run.actor, episodes=episodes, max_steps=max_steps, seed=seed)
+        returns = evaluate(env, actor, episodes=episodes, max_steps=max_steps, seed=seed)
+    return _results(settings, returns.tolist())
+
+
+def play_run(
+    run_dir: StrPath,
+    video: StrPath,
+    *,
+    episodes: int = 1,
+    max_steps: int | None = None,
+    seed: int = 0,
+    width: int = 640,
+    height: int = 480,
+    camera: str | int | None = None,
+    deterministic: bool = True,
+    progress_bar: bool = True,
+) -> dict[str, Any]:
+    """Film the checkpoint of a run on its task, one episode after the other.
+
+    The video runs at the speed of the simulated time. If the task takes more than 60 steps a
+    second, only every second step is filmed, or every third, and so on; the first and last state of
+    each episode are always filmed.
+
+    Args:
+        run_dir: A run.
+        video: The file to write, ending in ``.mp4``; replaced if it exists.
+        episodes: How many.
+        max_steps: Steps after which an episode ends; the task's limit if None.
+        seed: Seed of the episodes, and of actions that are drawn.
+        width: In pixels, even.
+        height: In pixels, even.
+        camera: A camera of the model, by name or number; None for one that follows the robot,
+            see `torchrl_unilab.envs.rendering.BatchRenderer`.
+        deterministic: Act without exploration.
+        progress_bar: Show one on standard error.
+
+    Returns:
+        ``env``, ``episodes``, their ``returns`` and ``lengths`` (steps), the mean,
+        minimum and maximum of the returns, ``frames``, ``fps`` and ``video``.
+
+    Raises:
+        ConfigError: A setting is wrong, there is no run with a checkpoint in `run_dir`,
+            PyAV is missing or OpenGL cannot draw here. No file is written then.
+
+    Examples:
+        >>> from torchrl_unilab.trainers import play_run, train_appo
+        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="run", progress_bar=False)
+        >>> play_run("run", "run/first.mp4", max_steps=5)["episodes"]
+        1
+    """
+    episodes, seed = check_episodes(episodes, seed)
+    check_video(video, width, height)
+    options: dict[str, Any] = {
+        "num_envs": 1,
+        "num_threads": 1,
+        "seed": seed,
+        "max_episode_steps": max_steps,
+        "render_width": width,
+        "render_height": height,
+        "render_camera": camera,
+    }
+    kind = ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM
+    with (
+        loaded_run(run_dir, "play", **options) as (settings, env, actor),
+        set_exploration_type(kind),
+    ):
+        torch.manual_seed(seed)
+        film = film_episodes(env, actor, video, episodes, progress_bar=progress_bar)
+    return _results(settings, film.returns) | film._asdict() | {"video": str(video)}
+
+
+def _results(settings: Mapping[str, Any], returns: Sequence[float]) -> dict[str, Any]:
+    """Return what a run's episodes came to."""
     return {
-        "env": run.settings["env"],
-        "episodes": episodes,
-        "mean": returns.mean().item(),
-        "min": returns.min().item(),
-        "max": returns.max().item(),
+        "env": settings["env"],
+        "episodes": len(returns),
+        "mean": sum(returns) / len(returns),
+        "min": min(returns),
+        "max": max(returns),
     }
