@@ -219,6 +219,24 @@ def test_the_policys_losses_are_logged_from_the_tick_of_its_first_step_on(algori
     assert math.isfinite(loss)
 
 
+@BOTH
+def test_the_losses_of_a_policy_that_has_not_moved_are_not_logged(algorithm):
+    trainer = off_policy_trainer(8, algorithm=algorithm, policy_frequency=3)
+    trained(trainer)
+    assert trainer.updates == 2
+    assert "loss_actor" not in trainer._log_dict
+    assert len(trainer._log_dict["loss_qvalue"]) == 1
+
+
+def test_a_loss_of_ones_own_that_is_nan_ends_the_training_though_the_weights_are_finite():
+    trainer = off_policy_trainer(8, fused=False)
+    forward = trainer.update._losses
+    nan = torch.tensor(math.nan)
+    trainer.update._losses = lambda rows: forward(rows).set("loss_own", nan)
+    with trainer.collector, pytest.raises(DivergedError, match="loss_own is nan"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("network", ["actor", "qvalue"])
 def test_weights_that_the_last_update_of_a_tick_spoilt_are_not_published(network, fused):

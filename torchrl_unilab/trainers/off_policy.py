@@ -180,7 +180,6 @@ class OffPolicyTrainer(RankTrainer, Owner):
         )
         self._tick = 0
         self._ready = False  # all ranks have enough rows
-        self._policy_moved = False  # whether the policy's statistics are defined
         self._counted: Sequence[int] = ()  # rows of each shard that the normalisers have counted
         self.pipeline = DoubleBufferReplayPipeline(
             self.storage,
@@ -291,32 +290,24 @@ class OffPolicyTrainer(RankTrainer, Owner):
             raw = sample.tensor_split(config.updates_per_step)
             parts = [self._process_optim_batch_hook(part) for part in raw]
             sample = torch.cat(parts)
-        observed, undefined = [], self._undefined()
+        observed = []
         for minibatch in update.minibatches(update.prepare(sample), config.updates_per_step):
             self._optim_count += 1
             policy = self.updates % config.policy_frequency == 0
             observed.append(update.step(minibatch, update_policy=policy))
-            self._policy_moved |= policy
             self._post_optim_hook()
             if parts:
                 self._post_optim_log(parts[len(observed) - 1])
         self._post_epoch_log_hook(sample)
         self._post_epoch_hook()
-        stacked = torch.stack(observed)
-        means = stacked.mean(0)
-        if undefined:
-            means[-len(undefined) :] = stacked[:, -len(undefined) :].nanmean(0)
+        stacked, norm = torch.stack(observed), norm_of(update.optimizers.values())
         # The one wait for the device per tick.
-        norm = norm_of(update.optimizers.values())
-        values = torch.cat([means, norm.reshape(1)]).tolist()
-        logged = dict(zip((*update.statistics, NORM), values, strict=True))
-        return {n: v for n, v in logged.items() if n not in undefined or not math.isnan(v)}
-
-    def _undefined(self) -> tuple[str, ...]:
-        """Return the last statistics, which may be NaN: the policy's until its first step."""
-        if self._fused is None or self._policy_moved:
-            return ()
-        return self._fused.statistics[self._fused.statistics.index("td_error") + 1 :]
+        *means, size = torch.cat([stacked.mean(0), norm.reshape(1)]).tolist()
+        may_be_nan = self._fused is not None and math.isfinite(size)  # until the policy moves
+        if may_be_nan and any(map(math.isnan, means)):
+            means = stacked.nanmean(0).tolist()
+        logged = dict(zip((*update.statistics, NORM), (*means, size), strict=True))
+        return {n: v for n, v in logged.items() if not (may_be_nan and math.isnan(v))}
 
     def _saved_optimizers(
         self, state_dict: Mapping[str, Any]
@@ -338,7 +329,6 @@ class OffPolicyTrainer(RankTrainer, Owner):
         self._tick, self._counted = state_dict["tick"], state_dict["counted"]
         if "observed" in state_dict and self._fused is not None:
             self._fused.observed.copy_(state_dict["observed"])
-            self._policy_moved = not self._fused.observed.isnan().any()
 
     @property
     def updates(self) -> int:
