@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import multiprocessing as mp
 import os
 import pickle
 import struct
 import threading
-import time
 
 import pytest
 
@@ -64,7 +62,7 @@ def test_a_message_that_cannot_be_unpickled_raises_once_and_the_next_ones_are_ta
     here, there = ends
     channel = Channel(here)
     os.write(there.fileno(), _raw("before") + _raw(Unreadable()) + _raw("next"))
-    with pytest.raises(LookupError):
+    with pytest.raises(UsageError, match="cannot be built here"):
         channel.take()
     assert channel.take() == "before"
     os.write(there.fileno(), _raw("last"))
@@ -114,19 +112,8 @@ def test_what_was_sent_before_the_end_was_closed_is_taken_first(ends):
     os.write(there.fileno(), _raw(1) + _raw(2) + _raw(3)[:-1])
     there.close()
     assert [channel.take(), channel.take()] == [1, 2]
-    with pytest.raises(EOFError):
+    with pytest.raises(PeerGoneError):
         channel.take()
-
-
-@pytest.mark.parametrize("to_send", [False, True])
-def test_a_wait_for_a_pipe_lasts_for_its_timeout(ends, to_send):
-    channel = Channel(ends[0])  # which makes it non-blocking
-    with contextlib.suppress(BlockingIOError):
-        while to_send:  # until the pipe takes no more
-            os.write(ends[0].fileno(), bytes(1 << 16))
-    begun = time.monotonic()
-    channel.wait(to_send=to_send, timeout=0.1)
-    assert time.monotonic() - begun > 0.09
 
 
 def test_a_closed_end_refuses_messages(ends):
@@ -134,7 +121,7 @@ def test_a_closed_end_refuses_messages(ends):
     channel = Channel(here)
     there.close()
     channel.post(1)
-    with pytest.raises(OSError, match="Broken pipe"):
+    with pytest.raises(PeerGoneError):
         channel.flush()
 
 

@@ -7,16 +7,18 @@ import re
 import signal
 import time
 from multiprocessing.connection import wait as wait_readable
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support.bounds import DEADLINE, PROMPT
 from tests.support.interrupts import Bytecodes
-from tests.support.processes import within
+from tests.support.processes import wait_for, within
 from tests.support.serving import LARGE, gone, make_group, stop_process
 from torchrl_unilab.errors import ConfigError, WorkerError
 from torchrl_unilab.runtime import link as link_module
 from torchrl_unilab.runtime import workers as workers_module
+from torchrl_unilab.runtime.workers import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("looks_often")
 
@@ -168,18 +170,24 @@ def test_a_poll_says_whether_the_newest_answer_has_come(group):
     assert len(group.receive(0)) == 3_000_000
 
 
+def _wait_for_a_word(group: WorkerGroup) -> None:
+    """Wait until the first worker has answered, or has begun to; sending may have read it."""
+    worker = group._workers[0]
+    newest, pipe = worker.channel, worker.channel.connection
+    wait_for(lambda: newest.messages[-1][1] == worker.requests or wait_readable([pipe], 0))
+
+
 def test_a_poll_sees_that_the_worker_failed(lone):
     lone.send(0, "raise", "broken")
-    wait_readable([lone._workers[0].channel.connection], DEADLINE)
-    assert lone.poll(0)
+    _wait_for_a_word(lone)
     with pytest.raises(WorkerError, match="broken"):
-        lone.receive(0)
+        lone.poll(0)
 
 
 def test_an_answer_that_an_interrupt_kept_from_its_caller_is_received_again(group):
     for nth in itertools.count(1):
         group.send(0, "double", nth)
-        wait_readable([group._workers[0].channel.connection], DEADLINE)
+        _wait_for_a_word(group)
         interrupt = Bytecodes(nth, [link_module, workers_module])
         if not interrupt.interrupts(lambda: group.receive(0)):
             break
@@ -223,7 +231,7 @@ def test_a_stopped_worker_is_named_wherever_it_is_waited_for(lone, call):
 
 def test_a_worker_that_is_stopped_while_it_answers_is_named(lone):
     lone.send(0, "answer at length", LARGE)
-    wait_readable([lone._workers[0].channel.connection], DEADLINE)
+    _wait_for_a_word(lone)
     stop_process(lone.pids[0])
     error = within(PROMPT, lambda: lone.receive(0, DEADLINE))
     assert re.match(STOPPED, str(error))
@@ -232,12 +240,9 @@ def test_a_worker_that_is_stopped_while_it_answers_is_named(lone):
 def test_a_worker_that_is_continued_at_once_is_no_failure(lone, monkeypatch):
     process = stop_process(lone.pids[0])
 
-    def continued(sentinels: object, timeout: float) -> list[object]:
-        process.resume()
-        return []
-
     with monkeypatch.context() as patch:
-        patch.setattr("torchrl_unilab.runtime.workers.wait", continued)
+        clock = Mock(monotonic=time.monotonic, sleep=lambda _: process.resume())
+        patch.setattr(workers_module, "time", clock)
         patch.setattr(lone, "_next_check", 0.0)  # whenever it checked last
         lone.check()
     assert lone.ask(0, "double", 4) == 8
@@ -245,13 +250,13 @@ def test_a_worker_that_is_continued_at_once_is_no_failure(lone, monkeypatch):
 
 def test_a_large_request_to_a_worker_that_is_killed_meanwhile_names_it(lone, monkeypatch):
     lone.ask(0, "be deaf")
-    wait = lone._workers[0].channel.wait
+    wait = lone._wait
 
-    def kill_and_wait(**settings: object) -> None:
+    def kill_and_wait(*arguments: object) -> bool:
         os.kill(lone.pids[0], signal.SIGKILL)
-        wait(**settings)
+        return wait(*arguments)
 
-    monkeypatch.setattr(lone._workers[0].channel, "wait", kill_and_wait)
+    monkeypatch.setattr(lone, "_wait", kill_and_wait)
     error = within(PROMPT, lambda: lone.send(0, "measure", bytes(LARGE)))
     assert re.match(r"server 0, .* was ended by SIGKILL", str(error))
 

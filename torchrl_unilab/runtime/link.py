@@ -31,7 +31,7 @@ from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError
 _LENGTH = struct.Struct("!Q")  # length of the pickle that follows
 _RELAYED_CHARACTERS = 20_000  # of a traceback: they fit into a pipe that nobody reads
 _READ_BYTES = 1 << 16  # larger ones take longer to allocate than to read
-_NO_PARENT = "link: the parent has ended (expected it to keep running). Start it again."
+_CLOSED = "link: the other process has ended (expected it to keep running). Start it again."
 
 
 class Channel:
@@ -64,6 +64,11 @@ class Channel:
         """Whole messages that have arrived and were not taken."""
         return self._incoming[0]
 
+    @property
+    def unsent(self) -> bool:
+        """Whether the pipe has yet to take a part of what was posted."""
+        return bool(self._outgoing[0])
+
     def post(self, message: Any) -> None:
         """Append a message to what `flush` sends."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
@@ -74,7 +79,7 @@ class Channel:
         """Send what the pipe takes now; return whether that was all.
 
         Raises:
-            OSError: The other end is closed.
+            PeerGoneError: The other end is closed.
         """
         data, taken = self._outgoing
         try:
@@ -83,6 +88,8 @@ class Channel:
                 taken.extend(map(os.write, (self.connection.fileno(),), (rest,)))  # one call
         except BlockingIOError:
             return False
+        except OSError:
+            raise PeerGoneError(_CLOSED) from None
         self._outgoing = b"", []
         return True
 
@@ -90,7 +97,7 @@ class Channel:
         """Return the next message that has arrived as a whole, or None.
 
         Raises:
-            EOFError: No message is left, and the other end is closed.
+            PeerGoneError: No message is left, and the other end is closed.
         """
         if not self.messages:
             self.fill()
@@ -100,7 +107,8 @@ class Channel:
         """Read once, and append to `messages` those that are whole; return whether bytes came.
 
         Raises:
-            EOFError: None did, and the other end is closed.
+            PeerGoneError: None did, and the other end is closed.
+            UsageError: A message could not be unpickled; it is dropped.
         """
         messages, parts, needed = self._incoming
         before = len(parts)
@@ -108,43 +116,24 @@ class Channel:
             parts.extend(map(os.read, (self.connection.fileno(),), (_READ_BYTES,)))  # one call
         except BlockingIOError:
             pass
-        except ConnectionResetError:  # closed with messages of ours unread
+        except OSError:  # closed, maybe with messages of ours unread
             parts.append(b"")
         if sum(map(len, parts)) >= needed:
             data, begin, found = b"".join(parts), 0, [*messages]
             while (end := _end_of_message(data, begin)) <= len(data):
                 try:
                     found.append(pickle.loads(memoryview(data)[begin + _LENGTH.size : end]))
-                except Exception as error:  # drop this message: later ones are still read
+                except Exception as error:
                     self._incoming = deque(found), [data[end:]], _LENGTH.size
-                    if not isinstance(error, (EOFError, OSError)):
-                        raise
-                    raise UsageError(  # callers take the other two for a closed pipe
+                    raise UsageError(
                         f"message that was sent here: {error!r} as it was unpickled (expected "
                         "no error). Send what does not depend on where it is."
                     ) from error
                 begin = end
             self._incoming = deque(found), [data[begin:]], end - begin
         if parts[before:] == [b""]:
-            raise EOFError("the other end is closed")
+            raise PeerGoneError(_CLOSED)
         return len(parts) > before
-
-    def wait(self, *, to_send: bool = False, timeout: float | None = None) -> None:
-        """Wait until something has arrived or, with `to_send`, the pipe takes more.
-
-        Args:
-            to_send: Also read what has arrived: a peer that sends meanwhile takes nothing
-                until then.
-            timeout: Seconds to wait at most; without end if not given.
-
-        Raises:
-            EOFError: With `to_send`: the other end is closed.
-        """
-        poll = select.poll()
-        poll.register(self.connection, select.POLLIN | (select.POLLOUT if to_send else 0))
-        poll.poll(None if timeout is None else 1e3 * timeout)
-        if to_send:
-            self.fill()
 
     def close(self) -> None:
         """Close this end, which the other end sees. Idempotent."""
@@ -177,13 +166,10 @@ class Link:
         Raises:
             PeerGoneError: There is no parent any more.
         """
-        try:
-            while (message := self._channel.take()) is None:
-                if not block:
-                    return None
-                self._channel.wait()
-        except (EOFError, OSError):
-            raise PeerGoneError(_NO_PARENT) from None
+        while (message := self._channel.take()) is None:
+            if not block:
+                return None
+            self._wait_for(select.POLLIN)
         request: tuple[Any, ...]
         self._number, request = message
         return request
@@ -199,14 +185,17 @@ class Link:
             PeerGoneError: There is no parent any more.
         """
         self._channel.post((kind, self._number, value))
-        try:
-            while not self._channel.flush():
-                self._channel.wait(to_send=True)
-        except (EOFError, OSError):
-            raise PeerGoneError(_NO_PARENT) from None
+        while not self._channel.flush():
+            self._wait_for(select.POLLOUT)
 
     ready = answer
     """Report that the worker has started, once."""
+
+    def _wait_for(self, event: int) -> None:
+        """Wait until the pipe has something or takes more, or has no other end."""
+        poll = select.poll()
+        poll.register(self._channel.connection, event)
+        poll.poll()
 
     def close(self) -> None:
         """Close this end. Idempotent."""

@@ -15,18 +15,18 @@ import contextlib
 import errno
 import multiprocessing as mp
 import os
+import select
 import signal
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
 from torchrl_unilab.checks import as_integer
-from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
+from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError, WorkerError
 from torchrl_unilab.runtime.link import Channel, PickledArguments, serve
 from torchrl_unilab.runtime.worker_process import CONTINUE_SECONDS, WorkerProcess
 from torchrl_unilab.waits import deadline
@@ -41,6 +41,9 @@ _HINTS = {
     "SIGSEGV": "Native code crashed: look at the physics, the model or an extension.",
     "SIGABRT": "Native code gave up: look at its message above.",
 }
+
+_Workers = Sequence[WorkerProcess]
+_Test = Callable[[WorkerProcess], bool]
 
 
 class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
@@ -156,16 +159,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         worker = self._worker(index)
         worker.requests += 1  # first: no two requests have one number, whatever interrupts this
         worker.channel.post((worker.requests, request))
-        end = deadline(timeout)
-        try:
-            while not worker.channel.flush():
-                left = end - time.monotonic()
-                if left < 0.0:
-                    raise self._late(worker, "request not taken", timeout or 0.0)
-                worker.channel.wait(to_send=True, timeout=min(left, CHECK_SECONDS))
-                self._check([worker])
-        except (EOFError, OSError):
-            self._fail(worker)
+        self._exchange_until(self._has_sent, worker, timeout, [worker])
 
     def ask(self, index: int, *request: Any, timeout: float | None = START_SECONDS) -> Any:
         """Send a request and return the answer, even if other workers fail meanwhile.
@@ -184,13 +178,10 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         Raises:
             WorkerError: A worker has failed.
         """
-        worker = self._worker(index)
-        with contextlib.suppress(EOFError):  # `check` says how it ended
-            worker.channel.fill()
-        if any(k == "error" or n == worker.requests for k, n, _ in worker.channel.messages):
-            return True
-        self.check()
-        return False
+        answered = self._has_answered(self._worker(index))
+        if not answered:
+            self.check()
+        return answered
 
     def receive(self, index: int, timeout: float | None = None) -> Any:
         """Return the answer to the newest request; those to older ones are discarded.
@@ -198,8 +189,8 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         Call it again if an interrupt kept the answer from you.
 
         Raises:
-            WorkerError: The worker has failed, or has not answered in `timeout` seconds; None waits
-                as long as it lives.
+            WorkerError: A worker has failed, or this one has not answered in `timeout` seconds;
+                None waits as long as all live.
         """
         return self._receive(self._worker(index), timeout, self._workers)
 
@@ -210,10 +201,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
             WorkerError: A worker failed meanwhile, or had before, and no descriptor is
                 readable.
         """
-        ready = self._wait(descriptors, timeout, self._workers)
-        if not ready:
-            self.check()
-        return ready
+        return self._wait(dict.fromkeys(descriptors, select.POLLIN), timeout, self._workers)
 
     def check(self) -> None:
         """Raise what a worker failed with, if one did.
@@ -241,26 +229,26 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         old.process.close()
         self._receive(worker, START_SECONDS, [worker])
 
-    def _wait(
-        self, objects: Sequence[Any], timeout: float | None, watched: Sequence[WorkerProcess]
-    ) -> bool:
-        """Wait until one of `objects` is readable; return whether one is.
+    def _wait(self, events: dict[int, int], timeout: float | None, watched: _Workers) -> bool:
+        """Wait until a descriptor has the events that it is given with; return whether one has.
 
         Raises:
-            WorkerError: None is, and a watched worker has ended or is stopped.
+            WorkerError: None has, and a watched worker has ended or is stopped.
         """
-        end = deadline(timeout)
-        sentinels = [worker.process.sentinel for worker in watched]
+        end, poll = deadline(timeout), select.poll()
+        sentinels = {worker.process.sentinel: select.POLLIN for worker in watched}
+        for descriptor, event in (sentinels | events).items():
+            poll.register(descriptor, event)
         while True:
             left = max(0.0, end - time.monotonic())
-            ready = wait([*objects, *sentinels], min(left, CHECK_SECONDS))
-            if any(each in ready for each in objects):
+            ready = poll.poll(1e3 * min(left, CHECK_SECONDS))
+            if any(descriptor in events for descriptor, _ in ready):
                 return True
-            if not ready and left <= CHECK_SECONDS:
-                return False
             self._check(watched)
+            if left <= CHECK_SECONDS:
+                return False
 
-    def _check(self, watched: Sequence[WorkerProcess]) -> None:
+    def _check(self, watched: _Workers) -> None:
         """Raise if a worker has ended; now and then, also if one is stopped."""
         for worker in watched:
             if worker.ended:
@@ -272,47 +260,64 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         stopped = [worker for worker in watched if worker.stopped]
         if stopped:
             # All of a terminal's job may have been stopped, and this process continued first.
-            wait([worker.process.sentinel for worker in stopped], CONTINUE_SECONDS)
+            time.sleep(CONTINUE_SECONDS)
         for worker in stopped:
             if worker.stopped:
                 raise self._error(worker, "was stopped by a signal, as SIGSTOP or SIGTSTP")
 
-    def _receive(
-        self, worker: WorkerProcess, timeout: float | None, watched: Sequence[WorkerProcess]
-    ) -> Any:
+    def _receive(self, worker: WorkerProcess, timeout: float | None, watched: _Workers) -> Any:
         """Return the answer to the newest request; the answer to request 0 says "ready"."""
-        end = deadline(timeout)
-        channel = worker.channel
-        while True:
-            try:
-                channel.fill()
-            except EOFError:
-                if not channel.messages:
-                    self._fail(worker)
-            while messages := channel.messages:
-                kind, number, value = messages[0]
-                if kind == "error":
-                    raise self._error(worker, f"failed:\n{value}")
-                if number == worker.requests:
-                    worker.ready = True
-                    return value  # stays queued: after an interrupt it can be received again
-                messages.popleft()
+        self._exchange_until(self._has_answered, worker, timeout, watched)
+        worker.ready = True
+        _, _, answer = worker.channel.messages[0]
+        return answer  # stays queued: after an interrupt it can be received again
+
+    def _exchange_until(
+        self, is_done: _Test, worker: WorkerProcess, timeout: float | None, watched: _Workers
+    ) -> None:
+        """Exchange messages with a worker until it `is_done`.
+
+        Both ways at once: a worker that answers at length takes no request meanwhile.
+        """
+        end, channel = deadline(timeout), worker.channel
+        while not is_done(worker):
             left = end - time.monotonic()
             if left < 0.0:
-                raise self._late(worker, "no answer", timeout or 0.0)
-            self._wait([channel.connection], None if timeout is None else left, watched)
+                late = "request not taken" if channel.unsent else "no answer"
+                raise WorkerError(
+                    f"{worker.name}, process {worker.process.pid}: {late} within {timeout or 0.0:g}"
+                    " s (expected one). Check what it waits for."
+                )
+            events = select.POLLIN | (select.POLLOUT if channel.unsent else 0)
+            self._wait({channel.connection.fileno(): events}, left, watched)
 
-    @staticmethod
-    def _late(worker: WorkerProcess, what: str, timeout: float) -> WorkerError:
-        return WorkerError(
-            f"{worker.name}, process {worker.process.pid}: {what} within {timeout:g} s "
-            "(expected one). Check what it waits for."
-        )
+    def _has_sent(self, worker: WorkerProcess) -> bool:
+        """Exchange what the pipe has and takes; return whether all requests are sent."""
+        channel = worker.channel
+        try:
+            channel.flush()
+            channel.fill()
+        except PeerGoneError:
+            if channel.unsent or not channel.messages:
+                self._fail(worker)
+        return not channel.unsent
+
+    def _has_answered(self, worker: WorkerProcess) -> bool:
+        """Exchange what the pipe has and takes; return whether the newest request is answered."""
+        self._has_sent(worker)
+        while messages := worker.channel.messages:
+            kind, number, value = messages[0]
+            if kind == "error":
+                raise self._error(worker, f"failed:\n{value}")
+            if number == worker.requests:
+                return True
+            messages.popleft()
+        return False
 
     def _fail(self, worker: WorkerProcess) -> NoReturn:
         """Raise what a dead worker failed with."""
         worker.process.join(STOP_SECONDS)
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(PeerGoneError):
             while worker.channel.fill():
                 pass
         for kind, _, value in worker.channel.messages:
