@@ -57,7 +57,7 @@ def test_from_send_to_the_policy_there_are_thirteen_calls():
     calls = _calls(sender.send) + _calls(collector.rollout)
 
     assert calls == [
-        *("send", "_resolve_weights", "tensors", "publish", "publish", "check"),
+        *("send", "_resolve_weights", "send_weights", "tensors", "publish", "check"),
         *("rollout", "pull", "pull", "read", "tensors", "report_applied", "_forward_weights"),
     ]
     collector.shutdown()

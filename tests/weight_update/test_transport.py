@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+from torch import nn
 
 from tests.support.processes import receive, spawned
 from torchrl_unilab.errors import (
@@ -97,17 +98,13 @@ class OfADevice(torch.Tensor):
     is_cpu = False
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["in the cell's order", "by key"])
-def test_what_two_threads_publish_from_a_device_is_each_whole(whole):
+def test_what_two_threads_publish_from_a_device_is_each_whole():
     shapes = {"w": (200_000,), "b": (200_000,)}
 
     def publish(value: float) -> None:
         state = {key: torch.full(shapes[key], value).as_subclass(OfADevice) for key in keys}
         for _ in range(200):
-            if whole:
-                transport.publish(keys, [*state.values()])
-            else:
-                transport.send_weights(state)
+            transport.send_weights(state)
 
     with UniLabShmTransport.create(shapes) as transport:
         keys = transport.cells[0].layout.keys
@@ -133,7 +130,7 @@ def test_what_two_threads_publish_from_a_device_is_each_whole(whole):
 def test_weights_of_a_device_are_refused_where_one_does_not_fit_or_has_no_values(tensors, error):
     with UniLabShmTransport.create({"w": (2,), "b": (2,)}) as transport:
         with pytest.raises(error):
-            transport.publish(("w", "b"), tensors)
+            transport.send_weights(dict(zip(("w", "b"), tensors, strict=True)))
         assert transport.version == 0
 
 
@@ -284,10 +281,19 @@ def apart() -> Iterator[UniLabShmTransport]:
         yield transport
 
 
+class _Single(nn.Module):
+    """Has one parameter."""
+
+    def __init__(self, w: torch.Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(w)
+
+
 def test_what_fits_one_worker_and_not_the_other_is_written_to_neither(apart):
     cells, fits = apart.cells, torch.ones(2)
     for publish in (
-        lambda: apart.publish(("w",), [fits]),
+        lambda: apart.send_weights({"w": fits}),
+        lambda: apart.send_weights(_Single(fits)),
         lambda: apart.send_each({cells[0]: {"w": fits}, cells[1]: {"w": fits}}),
     ):
         with pytest.raises(LayoutShapeError):
@@ -295,26 +301,28 @@ def test_what_fits_one_worker_and_not_the_other_is_written_to_neither(apart):
         assert (cells[0].version, cells[1].version) == (0, 0)
 
 
-def test_a_publish_has_the_version_that_is_asked_for_or_the_next(apart):
+@pytest.mark.parametrize("kind", [_Single, lambda w: {"w": w}], ids=["module", "dict"])
+def test_a_publish_has_the_version_that_is_asked_for_or_the_next(apart, kind):
     first, second = apart.cells.values()
-    apart.publish(("w",), [torch.ones(2)], 0, version=10)
-    apart.publish(("w",), [torch.ones(4)], 1, version=3)
+    apart.send_weights(kind(torch.ones(2)), 0, version=10)
+    apart.send_weights(kind(torch.ones(4)), 1, version=3)
     assert (first.version, second.version) == (10, 11)
     apart.send_each({first: {"w": torch.ones(2)}}, version=20)
     apart.send_each({second: {"w": torch.ones(4)}}, version=3)
     assert (first.version, second.version) == (20, 21)
 
 
-def test_one_cell_takes_the_version_that_is_asked_for():
+@pytest.mark.parametrize("weights", [_Single(torch.ones(2)), {"w": torch.ones(2)}])
+def test_one_cell_takes_the_version_that_is_asked_for(weights):
     with UniLabShmTransport({0: {"w": torch.zeros(2)}}) as transport:
-        transport.publish(("w",), [torch.ones(2)], version=10)
+        transport.send_weights(weights, version=10)
         assert transport.version == 10
 
 
 def test_weights_that_workers_share_are_published_to_them_once():
     weights = {"w": torch.zeros(2)}
     with UniLabShmTransport({0: weights, 1: weights}) as transport:
-        transport.publish(("w",), [torch.ones(2)], [0, 1])
+        transport.send_weights({"w": torch.ones(2)}, [0, 1])
         assert (transport.version, transport.cells[0].publishes) == (1, 1)
 
 
@@ -339,7 +347,7 @@ def test_a_closed_transport_has_closed_all_its_cells(apart):
 
 
 def test_the_first_workers_weights_are_received_and_applied_by_the_strategy(apart):
-    apart.publish(("w",), [torch.ones(2)], 0)
+    apart.send_weights({"w": torch.ones(2)}, 0)
     model, strategy = Mock(), Mock()
     received = apart.receive_weights(model=model, strategy=strategy)
     assert received["w"].tolist() == [1.0, 1.0]
@@ -349,9 +357,9 @@ def test_the_first_workers_weights_are_received_and_applied_by_the_strategy(apar
 def test_each_worker_gets_weights_by_their_keys_and_the_first_is_the_lowest():
     w, b = torch.zeros(2), torch.ones(2)
     with UniLabShmTransport({1: {"b": b, "w": w}, 0: {"w": w, "b": b}}) as transport:
-        transport.publish(("b", "w"), [b * 3, b * 2])
+        transport.send_weights({"b": b * 3, "w": b * 2})
         for worker in (0, 1):
             _, newest = transport.newest(worker)
             assert (newest["w"].tolist(), newest["b"].tolist()) == ([2.0, 2.0], [3.0, 3.0])
-        transport.publish(("b", "w"), [b * 5, b * 4], 1)
+        transport.send_weights({"b": b * 5, "w": b * 4}, 1)
         assert transport.receive_weights()["w"].tolist() == [2.0, 2.0]

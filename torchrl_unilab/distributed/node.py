@@ -95,8 +95,7 @@ class NodeScheme(UniLabShmScheme):
         for weights in initial.of_workers.values():
             snapshot.layout.select(named_tensors(weights))
         self.first_version = snapshot.version
-        named = dict(zip(snapshot.layout.keys, _views(snapshot), strict=True))
-        return replace(initial, of_workers=dict.fromkeys(initial.of_workers, named))
+        return replace(initial, of_workers=dict.fromkeys(initial.of_workers, _named(snapshot)))
 
     def _wait_for_first(self) -> StoredWeights:
         """Return the newest version, once there is one; the mailbox may still be starting.
@@ -151,7 +150,7 @@ class NodeScheme(UniLabShmScheme):
                 self._ended.wait(POLL_SECONDS)
                 continue
             if snapshot is not None and not self._ended.is_set():
-                transport.publish(snapshot.layout.keys, _views(snapshot), version=snapshot.version)
+                transport.send_weights(_named(snapshot), version=snapshot.version)
             seconds = min(2.0 * seconds, POLL_SECONDS) if snapshot is None else SOON_SECONDS
 
     def _poll(
@@ -199,6 +198,7 @@ class NodeScheme(UniLabShmScheme):
         self._ended = threading.Event()
 
 
-def _views(snapshot: StoredWeights) -> list[torch.Tensor]:
-    """Return a copy of the tensors, in order: the store's memory is read-only."""
-    return snapshot.layout.views(torch.from_numpy(snapshot.block.copy()))
+def _named(snapshot: StoredWeights) -> dict[str, torch.Tensor]:
+    """Return a copy of the tensors by dotted key: the store's memory is read-only."""
+    views = snapshot.layout.views(torch.from_numpy(snapshot.block.copy()))
+    return dict(zip(snapshot.layout.keys, views, strict=True))

@@ -29,7 +29,7 @@ from torchrl_unilab.weight_update.initial_weights import (
     find_model,
     initial_weights,
 )
-from torchrl_unilab.weight_update.module_weights import ModuleWeights, Weights, nested
+from torchrl_unilab.weight_update.module_weights import Weights, nested
 from torchrl_unilab.weight_update.receiver import (
     AcceptsWeights,
     ProvidesModels,
@@ -110,8 +110,6 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     def _clear_local(self) -> None:
         """Reset the attributes that are not sent to other processes."""
         self._initial_model: nn.Module | None = None  # sender: the model, if there is no context
-        # Sender: the weights of the scheme's model (True), and of the last other module (False).
-        self._known: dict[bool, ModuleWeights] = {}
         self._receiver: WeightReceiver | None = None
 
     # Sender
@@ -176,18 +174,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         with span("publish"):
             own = weights is None
             weights = self._resolve_weights(weights)
-            if isinstance(weights, nn.Module):
-                known = self._known.get(own)
-                tensors = None if known is None else known.tensors(weights)
-                if known is None or tensors is None:
-                    known = self._known[own] = ModuleWeights(weights)
-                    tensors = known.tensors(weights) or []
-                keys = known.keys
-                if known.is_stateful:  # the order of its keys may have changed
-                    extra = known.extra_state()
-                    keys, tensors = (*known.names, *extra), [*tensors, *extra.values()]
-                transport.publish(keys, tensors, worker_ids)
-            elif (
+            if (
                 isinstance(weights, dict)
                 and weights
                 and all(isinstance(k, Integral) for k in weights)
@@ -381,8 +368,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        own = dict.fromkeys(("_initial_model", "_receiver", "_worker_idx"))
-        return state | own | {"_known": {}}
+        return state | dict.fromkeys(("_initial_model", "_receiver", "_worker_idx"))
 
     def disconnect(self) -> None:
         """Do nothing: only `send` publishes here. `NodeScheme` ends its thread."""

@@ -104,6 +104,7 @@ class UniLabShmTransport(Owner):
         self._casts = casts
         self._optional = optional
         self._packers: dict[tuple[SnapshotCell, torch.device, int], DevicePacker] = {}
+        self._known: ModuleWeights | None = None  # of the last module that was published
 
     @classmethod
     def create(
@@ -155,14 +156,43 @@ class UniLabShmTransport(Owner):
         """Publish `state_dict` to every worker and return its version. Raises as `send_weights`."""
         return self.send_each(dict.fromkeys(self.unique_cells, state_dict))
 
-    def send_weights(self, weights: Weights, worker_ids: WorkerIds = None) -> None:
-        """Publish `weights` to the cells of `worker_ids` (all if not given).
+    def send_weights(
+        self, weights: Weights, worker_ids: WorkerIds = None, *, version: int = 0
+    ) -> None:
+        """Publish weights to the cells of `worker_ids`; fastest a module's, again and again.
+
+        Args:
+            weights: A module, TensorDict or state dict.
+            worker_ids: Whose cells; all if not given.
+            version: Lower bound of the new version, which is above the newest in any case.
 
         Raises:
             ConfigError: A worker is not registered.
             LayoutError: Keys, shapes or dtypes differ; nothing was written anywhere.
         """
-        self.send_each(dict.fromkeys(self.select(worker_ids), weights))
+        cells = self.unique_cells if worker_ids is None else self.select(worker_ids)
+        if isinstance(weights, nn.Module):
+            known = self._known
+            tensors = None if known is None else known.tensors(weights)
+            if known is None or tensors is None:
+                known = self._known = ModuleWeights(weights)
+                tensors = known.tensors(weights) or []
+            keys = known.keys
+            if known.is_stateful:  # the order of its keys may have changed
+                extra = known.extra_state()
+                keys, tensors = (*known.names, *extra), [*tensors, *extra.values()]
+            fits = not self._casts and all(cell.layout.keys == keys for cell in cells)
+            if fits and all(tensor.is_cpu for tensor in tensors):
+                if len(self.unique_cells) > 1:
+                    for cell in cells:
+                        cell.layout.check(tensors)
+                    version = max(version, self.version + 1)
+                for cell in cells:
+                    cell.publish(tensors, version=version)
+                return
+            detached = (tensor.detach() for tensor in tensors)
+            weights = dict(zip(keys, detached, strict=True))
+        self.send_each(dict.fromkeys(cells, weights), version=version)
 
     def send_each(self, weights: Mapping[SnapshotCell, Weights], *, version: int = 0) -> int:
         """Publish to each cell its weights, all checked before any is written; return the version.
@@ -173,40 +203,6 @@ class UniLabShmTransport(Owner):
         version = max(version, self.version + 1)
         published = [cell.publish(tensors, version=version) for cell, tensors in ordered.items()]
         return max(published, default=self.version)
-
-    def publish(
-        self,
-        keys: tuple[str, ...],
-        tensors: Sequence[torch.Tensor],
-        worker_ids: WorkerIds = None,
-        *,
-        version: int = 0,
-    ) -> None:
-        """Publish tensors to the cells of `worker_ids`; fastest with keys in the cells' order.
-
-        Args:
-            keys: Dotted keys.
-            tensors: One for each.
-            worker_ids: Whose cells; all if not given.
-            version: Lower bound of the new version, which is above the newest in any case.
-
-        Raises:
-            ConfigError: A worker is not registered.
-            LayoutError: Keys, shapes or dtypes differ; nothing was written anywhere.
-        """
-        cells = self.unique_cells if worker_ids is None else self.select(worker_ids)
-        if self._casts or any(cell.layout.keys != keys for cell in cells):
-            named = {key: tensor.detach() for key, tensor in zip(keys, tensors, strict=True)}
-            self.send_each(dict.fromkeys(cells, named), version=version)
-            return
-        if len(cells) > 1:
-            for cell in cells:
-                cell.layout.check(tensors)
-        on_host = all(tensor.is_cpu for tensor in tensors)
-        if len(self.unique_cells) > 1:
-            version = max(version, self.version + 1)
-        for cell in cells:
-            cell.publish(tensors if on_host else self._to_host(cell, tensors), version=version)
 
     def _ordered(
         self, cell: SnapshotCell, tensors: dict[str, torch.Tensor]
@@ -323,7 +319,7 @@ class UniLabShmTransport(Owner):
     cleanup = close
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_packers": {}}
+        return self.__dict__ | {"_packers": {}, "_known": None}
 
 
 def _is_stacked(weights: Any) -> bool:
