@@ -29,7 +29,6 @@ from torchrl.collectors import MultiAsyncCollector
 from torchrl.weight_update import RayWeightSyncScheme
 
 from torchrl_unilab.distributed import UniLabRayScheme
-from torchrl_unilab.distributed.mailbox import Letter, find_mailbox
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.modules import make_actor
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -128,12 +127,11 @@ def follow(name: str, ended: threading.Event, rollouts: queue.Queue[int]) -> Non
     """Be a node: deliver a rollout of the newest version after each of the slow environment's."""
     import ray
 
-    mailbox, version = find_mailbox(name, 10.0), -1
+    mailbox, version = ray.get_actor(name), -1
     while not ended.is_set():
-        letter: Letter | None = ray.get(mailbox.poll.remote(version, 0.001, None, {}))
-        if letter is not None:
-            version = letter.version
-            ray.get(letter.weights[0])
+        posted: list[Any] | None = ray.get(mailbox.poll.remote(version, 0.001, None, {}))
+        if posted is not None:
+            version = ray.get(posted[0]).version
         ended.wait(ROLLOUT_SECONDS)
         rollouts.put(version)
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.bounds import DEADLINE
 from torchrl_unilab.distributed import UniLabRayScheme
-from torchrl_unilab.distributed.mailbox import Letter, Mailbox, load_ray
+from torchrl_unilab.distributed.mailbox import Mailbox, load_ray
 from torchrl_unilab.errors import ConfigError
 
 
@@ -16,10 +16,10 @@ def test_a_node_gets_the_newest_version_and_none_twice():
     async def scenario() -> None:
         mailbox = Mailbox()
         assert await mailbox.poll(-1, 0.001, None, {}) is None
-        await mailbox.post(Letter(3, []))
-        await mailbox.post(Letter(5, []))
-        assert await mailbox.poll(-1, DEADLINE, None, {}) == Letter(5, [])
-        assert await mailbox.poll(4, DEADLINE, None, {}) == Letter(5, [])
+        await mailbox.post(3, [3])
+        await mailbox.post(5, [5])
+        assert await mailbox.poll(-1, DEADLINE, None, {}) == [5]
+        assert await mailbox.poll(4, DEADLINE, None, {}) == [5]
         assert await mailbox.poll(5, 0.001, None, {}) is None
 
     asyncio.run(scenario())
@@ -28,9 +28,9 @@ def test_a_node_gets_the_newest_version_and_none_twice():
 def test_a_version_that_comes_late_does_not_replace_a_newer_one():
     async def scenario() -> None:
         mailbox = Mailbox()
-        await mailbox.post(Letter(5, []))
-        await mailbox.post(Letter(4, []))
-        assert await mailbox.poll(-1, DEADLINE, None, {}) == Letter(5, [])
+        await mailbox.post(5, [5])
+        await mailbox.post(4, [4])
+        assert await mailbox.poll(-1, DEADLINE, None, {}) == [5]
 
     asyncio.run(scenario())
 
@@ -38,11 +38,11 @@ def test_a_version_that_comes_late_does_not_replace_a_newer_one():
 def test_a_post_wakes_all_nodes_that_wait():
     async def scenario() -> None:
         mailbox = Mailbox()
-        await mailbox.post(Letter(0, []))
+        await mailbox.post(0, [0])
         waiting = [asyncio.create_task(mailbox.poll(0, DEADLINE, None, {})) for _ in range(3)]
         await asyncio.sleep(0)  # they have begun to wait
-        await mailbox.post(Letter(1, []))
-        assert await asyncio.gather(*waiting) == [Letter(1, [])] * 3
+        await mailbox.post(1, [1])
+        assert await asyncio.gather(*waiting) == [[1]] * 3
 
     asyncio.run(scenario())
 
@@ -50,7 +50,7 @@ def test_a_post_wakes_all_nodes_that_wait():
 def test_each_node_has_the_last_of_its_own_reports():
     async def scenario() -> None:
         mailbox = Mailbox()
-        await mailbox.post(Letter(0, []))
+        await mailbox.post(0, [0])
         await mailbox.poll(0, 0.001, 0, {0: 1, 1: None})
         await mailbox.poll(0, 0.001, 1, {0: 2})
         await mailbox.poll(0, 0.001, None, {})  # of a node that has nothing to report yet

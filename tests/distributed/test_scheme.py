@@ -23,7 +23,7 @@ from tests.support.nodes import mailbox_process
 from tests.support.processes import has_ended, wait_for
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.distributed import UniLabRayScheme
-from torchrl_unilab.distributed.mailbox import find_mailbox, load_ray
+from torchrl_unilab.distributed.mailbox import load_ray
 from torchrl_unilab.distributed.node import POLL_SECONDS, SOON_SECONDS
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, UsageError, WaitTimeoutError
@@ -147,7 +147,7 @@ def test_a_mailbox_that_is_lost_gets_the_newest_version_back(scheme):
         return any(letters)
 
     wait_for(has_answered)
-    assert letters[-1].version == scheme.version == FIRST + 1
+    assert ray.get(letters[-1][0]).version == scheme.version == FIRST + 1
 
 
 def test_what_nodes_reported_before_their_mailbox_was_lost_still_counts(scheme):
@@ -172,7 +172,7 @@ def test_a_mailbox_that_is_stopped_holds_up_no_publish_and_then_has_the_newest(c
 def test_an_interrupted_publish_uses_its_version_up(scheme, node, monkeypatch):
     scheme.connect()
 
-    def interrupt(_: Any) -> None:
+    def interrupt(*_: Any) -> None:
         if threading.current_thread() is threading.main_thread():  # not the one that posts again
             raise KeyboardInterrupt
 
@@ -186,7 +186,7 @@ def test_an_interrupted_publish_uses_its_version_up(scheme, node, monkeypatch):
 
 def test_each_publish_of_several_threads_has_a_version_of_its_own(scheme, monkeypatch):
     posted = []
-    mailbox = Mock(**{"post.remote.side_effect": lambda letter: posted.append(letter.version)})
+    mailbox = Mock(**{"post.remote.side_effect": lambda version, _: posted.append(version)})
     with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
         patch.setattr(scheme, "_mailbox", mailbox)
         wait([pool.submit(scheme.send) for _ in range(8)])
@@ -215,7 +215,7 @@ def test_weights_may_take_long_to_come(scheme, monkeypatch):
 
     monkeypatch.setattr(ray, "wait", late)
     node = scheme.node()
-    node._actor = find_mailbox(node._mailbox, DEADLINE)
+    node._actor = scheme._mailbox
     assert node._poll(-1, DEADLINE, None, {}).version == FIRST
     assert len(waits) == 4
     node._ended.set()
@@ -387,8 +387,8 @@ def test_a_node_waits_for_a_mailbox_that_is_about_to_be_opened(monkeypatch):
     scheme = UniLabRayScheme(make_policy(1.0))
     opened = partial(scheme.init_on_sender, model_id="policy", remote_collectors=[])
     clock = Mock(monotonic=time.monotonic, sleep=lambda _: opened())
-    monkeypatch.setattr("torchrl_unilab.distributed.mailbox.time", clock)
-    assert find_mailbox(scheme._name, DEADLINE) is not None
+    monkeypatch.setattr("torchrl_unilab.distributed.node.time", clock)
+    assert scheme.node()._wait_for_first().version == scheme.version
     scheme.shutdown()
 
 

@@ -12,51 +12,39 @@ Imports no torch, so that a mailbox that was lost restarts in a second and takes
 from __future__ import annotations
 
 import asyncio
-import time
-from dataclasses import dataclass
 from typing import Any
 
-from torchrl_unilab.errors import ConfigError, WaitTimeoutError
+from torchrl_unilab.errors import ConfigError
 
 _PENDING = 8  # posts that may wait for a mailbox that is stopped: each keeps its weights alive
-_FIND_SECONDS = 0.05
 
 Reports = dict[int, dict[int, int | None]]
 """Node to the version that each of its workers acts with, or None."""
 
 
-@dataclass(frozen=True)
-class Letter:
-    """A version of the weights.
+class Mailbox:
+    """Holds the newest version for nodes that poll. An asynchronous Ray actor.
 
-    Attributes:
-        version: Its number.
-        weights: The reference to them, in a list, so that Ray does not resolve it in a call.
+    It has the reference to the weights in a list, so that Ray does not resolve it in a call.
     """
 
-    version: int
-    weights: list[Any]
-
-
-class Mailbox:
-    """Holds the newest version for nodes that poll. An asynchronous Ray actor."""
-
     def __init__(self) -> None:
-        self._letter = Letter(-1, [])  # below any version that a node polls for
+        self._version = -1  # below any version that a node polls for
+        self._weights: list[Any] = []
         self._posted = asyncio.Condition()
         self._reports: Reports = {}
 
-    async def post(self, letter: Letter) -> None:
+    async def post(self, version: int, weights: list[Any]) -> None:
         """Keep a version if it is newer, and wake the nodes."""
         async with self._posted:
-            if letter.version > self._letter.version:
-                self._letter = letter
+            if version > self._version:
+                self._version, self._weights = version, weights
                 self._posted.notify_all()
 
     async def poll(
         self, after: int, seconds: float, node: int | None, applied: dict[int, int | None]
-    ) -> Letter | None:
-        """Return the newest version once it is above `after`; None if it is not within `seconds`.
+    ) -> list[Any] | None:
+        """Return the newest weights once they are above version `after`; None after `seconds`.
 
         Args:
             after: The version that the node has.
@@ -68,11 +56,11 @@ class Mailbox:
             self._reports[node] = applied
         async with self._posted:
             try:
-                newer = self._posted.wait_for(lambda: self._letter.version > after)
+                newer = self._posted.wait_for(lambda: self._version > after)
                 await asyncio.wait_for(newer, seconds)
             except TimeoutError:
                 return None
-            return self._letter
+            return self._weights
 
     async def reports(self) -> Reports:
         """Return what each node reported last."""
@@ -119,24 +107,3 @@ def open_mailbox(name: str) -> Any:
         scheduling_strategy=here,
     )
     return actor.remote()
-
-
-def find_mailbox(name: str, seconds: float) -> Any:
-    """Return the mailbox of that name, which the learner may be about to open.
-
-    Raises:
-        WaitTimeoutError: There is no such mailbox within `seconds`.
-    """
-    ray = load_ray()
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return ray.get_actor(name)
-        except ValueError as error:
-            if time.monotonic() >= deadline:
-                raise WaitTimeoutError(
-                    f"mailbox {name!r}: not there within {seconds:g} s (expected the learner to "
-                    "open it). Give RayCollector weight_sync_schemes={'policy': scheme}, the "
-                    "scheme whose node() its collectors have."
-                ) from error
-        time.sleep(_FIND_SECONDS)

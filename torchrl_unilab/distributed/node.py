@@ -16,10 +16,11 @@ import numpy.typing as npt
 import torch
 from torchrl.collectors import Collector
 
-from torchrl_unilab.distributed.mailbox import Letter, find_mailbox, load_ray
+from torchrl_unilab.distributed.mailbox import load_ray
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.shm import BlockLayout
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
+from torchrl_unilab.waits import deadline
 from torchrl_unilab.weight_update import UniLabShmScheme
 from torchrl_unilab.weight_update.initial_weights import InitialWeights
 from torchrl_unilab.weight_update.module_weights import named_tensors
@@ -98,24 +99,24 @@ class NodeScheme(UniLabShmScheme):
         return replace(initial, of_workers=dict.fromkeys(initial.of_workers, _named(snapshot)))
 
     def _wait_for_first(self) -> StoredWeights:
-        """Return the newest version, once there is one; the mailbox may still be starting.
+        """Return the newest version, once the learner has opened the mailbox and posted one.
 
         Fetching a posted version has no time limit.
         """
-        errors = load_ray().exceptions
-        self._actor = find_mailbox(self._mailbox, FIRST_SECONDS)
+        ray, end = load_ray(), deadline(FIRST_SECONDS)
         cause: Exception | None = None
-        deadline = time.monotonic() + FIRST_SECONDS
-        while time.monotonic() < deadline:
+        while time.monotonic() < end:
             try:
+                self._actor = ray.get_actor(self._mailbox)
                 if snapshot := self._poll(-1, POLL_SECONDS, None, {}):
                     return snapshot
-            except errors.RayError as error:
+            except (ValueError, ray.exceptions.RayError) as error:  # the former: no such actor
                 cause = error
                 time.sleep(SOON_SECONDS)
         raise WaitTimeoutError(
             f"mailbox {self._mailbox!r}: no weights within {FIRST_SECONDS:g} s (expected the "
-            "learner's). Check that the learner is alive."
+            "learner's). Check that the learner is alive, and give RayCollector "
+            "weight_sync_schemes={'policy': scheme}, the scheme whose node() its collectors have."
         ) from cause
 
     def send(self, *_: Any, **__: Any) -> None:
@@ -156,7 +157,7 @@ class NodeScheme(UniLabShmScheme):
     def _poll(
         self, after: int, seconds: float, node: int | None, applied: dict[int, int | None]
     ) -> StoredWeights | None:
-        """Return the weights of the version that `Mailbox.poll` returns; None if there is none.
+        """Return the weights that `Mailbox.poll` refers to; None if there are none.
 
         Also None once the scheme has ended.
 
@@ -165,15 +166,15 @@ class NodeScheme(UniLabShmScheme):
         """
         ray = load_ray()
         answer = self._actor.poll.remote(after, seconds, node, applied)
-        letter: Letter | None = ray.get(answer, timeout=seconds + _GRACE_SECONDS)
-        if letter is None:
+        posted: list[Any] | None = ray.get(answer, timeout=seconds + _GRACE_SECONDS)
+        if posted is None:
             return None
         # No `get` with a timeout: it would drop what a slow link has brought so far. If the learner
         # is lost, so are the weights, and the wait ends.
-        while not ray.wait(letter.weights, timeout=POLL_SECONDS)[0]:
+        while not ray.wait(posted, timeout=POLL_SECONDS)[0]:
             if self._ended.is_set():
                 return None
-        weights: StoredWeights = ray.get(letter.weights[0])
+        weights: StoredWeights = ray.get(posted[0])
         return weights
 
     def disconnect(self) -> None:

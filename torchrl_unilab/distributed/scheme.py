@@ -20,7 +20,7 @@ from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
 from torchrl_unilab.checks import as_instance, as_integer
-from torchrl_unilab.distributed.mailbox import Letter, Reports, load_ray, open_mailbox, session
+from torchrl_unilab.distributed.mailbox import Reports, load_ray, open_mailbox, session
 from torchrl_unilab.distributed.node import (
     POLL_SECONDS,
     NodeScheme,
@@ -85,7 +85,7 @@ class UniLabRayScheme(WeightSyncScheme):
         super().__init__()
         self.version = as_integer("first_version", first_version, "Use 0.", least=0)
         self.skipped, self._policy = 0, policy
-        self._letter: Letter | None = None
+        self._posted: tuple[int, list[Any]] = -1, []  # the newest version, and its weights
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._sending = threading.Lock()
@@ -201,9 +201,9 @@ class UniLabRayScheme(WeightSyncScheme):
             torch._foreach_copy_(layout.views(block), ordered)
         stored = ray.put(StoredWeights(version, layout, block.numpy()))
         self.version = version  # counts before it is posted: a version is never used twice
-        self._letter = Letter(version, [stored])
+        self._posted = version, [stored]
         try:
-            mailbox.post.remote(self._letter)
+            mailbox.post.remote(*self._posted)
         except ray.exceptions.PendingCallsLimitExceeded:
             self.skipped += 1
 
@@ -211,7 +211,7 @@ class UniLabRayScheme(WeightSyncScheme):
         """Post the newest version again; the mailbox may be stopped, or being restarted."""
         if session() == self._session:
             with contextlib.suppress(load_ray().exceptions.RayError):
-                self._mailbox.post.remote(self._letter)
+                self._mailbox.post.remote(*self._posted)
 
     def _checked_mailbox(self) -> Any:
         """Return the mailbox; refuse one that is gone, as a call to it would start Ray anew."""
@@ -301,7 +301,7 @@ class UniLabRayScheme(WeightSyncScheme):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_mailbox", "_policy", "_letter", "_thread", "_ended", "_sending")
+        own = ("_mailbox", "_policy", "_posted", "_thread", "_ended", "_sending")
         return {**super().__getstate__(), **dict.fromkeys(own)}
 
     def shutdown(self) -> None:
