@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, T
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic, make_td3_actor
-from torchrl_unilab.objectives import APPOLoss
+from torchrl_unilab.objectives import APPOLoss, appo
 from torchrl_unilab.objectives.appo import _entropy, _kl_divergence, kl_adapted_lr
 
 OBS, ACT = 3, 2
@@ -367,6 +368,22 @@ def test_what_a_batch_lacks_is_said_with_what_to_do():
         loss(rollout.reshape(-1))
     with pytest.raises(LayoutKeyError, match=r"no 'action_log_prob' .*Collect with a policy"):
         loss.estimate(rollout.exclude("action_log_prob"))
+
+
+@pytest.mark.parametrize("moves", [None, APPOLoss.step_target, APPOLoss.update_target])
+def test_a_loop_that_never_moves_the_target_is_warned_once(moves, monkeypatch):
+    monkeypatch.setattr(appo.torchrl_logger, "warning", warned := Mock())
+    loss = _loss()
+    for _ in range(3):
+        pool = loss.estimate(_rollout(loss)).reshape(-1)
+        with torch.no_grad():
+            loss(pool)
+        assert not warned.called  # nothing has been learnt
+    for _ in range(3):
+        loss(loss.estimate(_rollout(loss)).reshape(-1))
+        if moves is not None:
+            moves(loss)
+    assert warned.call_count == (moves is None)
 
 
 def test_the_target_follows_parameters_that_were_replaced():

@@ -37,7 +37,7 @@ def appo_loss(config: APPOConfig, normalizer: ObservationNormalizer) -> APPOLoss
         make_critic(4, normalizer=normalizer, hidden=config.hidden),
         gamma=config.gamma,
         value_clip=None,
-        target_update_freq=config.epochs * config.minibatches,
+        target_update_freq=config.target_update_freq or config.epochs * config.minibatches,
     )
 
 

@@ -69,6 +69,40 @@ def test_the_loss_of_another_algorithm_is_refused_by_name(loss, name):
         APPOTrainer(collector=None, loss_module=loss, total_frames=1, config=APPOConfig(**QUICK))
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"gamma": 0.5}, r"gamma: 0\.5 in config \(expected 0\.99, that of the loss"),
+        ({"lambda_": 0.5, "gamma": 0.99}, "lambda_: 0.5"),
+        ({"clip_epsilon": 0.05}, "clip_epsilon"),
+        ({"value_clip": 0.3}, r"value_clip: 0\.3 in config \(expected None"),
+        ({"entropy_coeff": 0.3}, "entropy_coeff"),
+        ({"critic_coeff": 7.0}, "critic_coeff"),
+        ({"rho_bar": 2.0}, "rho_bar"),
+        ({"c_bar": 2.0}, "c_bar"),
+        ({"tau": 0.1}, "tau"),
+        ({"target_update_freq": 9}, "target_update_freq"),
+    ],
+)
+def test_a_setting_that_differs_from_the_loss_which_counts_is_refused(settings, named):
+    loss = appo_loss(APPOConfig(**QUICK), ObservationNormalizer(4))
+    with pytest.raises(ConfigError, match=named):
+        trainer_of(None, loss, config=APPOConfig(**QUICK, **settings))
+
+
+@pytest.mark.parametrize(("fused", "threads"), [(True, 1), (False, 2)])
+def test_a_fused_update_has_one_thread_others_as_many_as_torch(fused, threads):
+    torch.set_num_threads(2)
+    try:
+        trainer, seen = appo_trainer(1, fused=fused), []
+        trainer.register_op("post_optim", lambda: seen.append(torch.get_num_threads()))
+        trainer.train()
+        assert {*seen} == {threads}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def serial() -> dict[str, torch.Tensor]:
     """Parameters after five rollouts collected in this process."""

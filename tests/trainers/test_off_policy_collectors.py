@@ -134,6 +134,23 @@ def test_a_replay_that_never_has_enough_for_the_first_update_is_refused():
         )
 
 
+@pytest.mark.parametrize("algorithm", ["sac", "td3"])
+@pytest.mark.parametrize(("setting", "value"), [("gamma", 0.5), ("n_step", 3)])
+def test_a_setting_that_differs_from_replay_and_loss_which_count_is_refused(
+    algorithm, setting, value
+):
+    trainer = off_policy_trainer(algorithm=algorithm)
+    with pytest.raises(ConfigError, match=f"{setting}: {value} in config .* replay and loss"):
+        OffPolicyTrainer(
+            collector=trainer.collector,
+            loss_module=trainer.loss_module,
+            total_frames=80,
+            config=OffPolicyConfig(**QUICK, algorithm=algorithm, **{setting: value}),
+        )
+    trainer.close()
+    trainer.collector.shutdown()
+
+
 def test_a_collector_of_other_ticks_than_the_settings_is_warned_of(monkeypatch):
     monkeypatch.setattr(torchrl_logger, "warning", warned := Mock())
     trainer = off_policy_trainer()

@@ -17,6 +17,7 @@ from tensordict.nn import (
 )
 from tensordict.utils import NestedKey
 from torch.distributions import Distribution, kl_divergence
+from torchrl import logger as torchrl_logger
 from torchrl.modules.distributions.utils import sample_and_log_prob
 from torchrl.objectives import LossModule
 
@@ -178,6 +179,8 @@ class APPOLoss(LossModule):
         self.steps = 0  # an int: counting never waits for a device
         self._estimated_at: int | None = None  # value of `steps` at the last `estimate`
         self._updated_at: int | None = 0  # value of `steps` at the last move of the target policy
+        self._idle = False  # losses were taken since the last move of the target policy
+        self._warned = False  # of that
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -238,6 +241,13 @@ class APPOLoss(LossModule):
         log_b, action = needed(keys.sample_log_prob), needed(keys.action)
         signals = keys.reward, keys.done, keys.terminated
         reward, done, terminated = (needed(("next", key)).squeeze(-1) for key in signals)
+        if self._idle and self.steps == 0 and not self._warned:
+            self._warned = True
+            torchrl_logger.warning(
+                "APPOLoss: losses were taken, and the target policy has not moved (expected a call "
+                "of `step_target` after each optimiser step). Call it: the loss holds the policy "
+                "near its target."
+            )
         self.sync_target_buffers()
         self._estimated_at = self.steps
         critic_in = self.critic_network.in_keys
@@ -288,6 +298,8 @@ class APPOLoss(LossModule):
             LayoutKeyError: `estimate` has not prepared the minibatch.
         """
         keys = self.tensor_keys
+        if torch.is_grad_enabled():
+            self._idle = True
         remedy = "Call `estimate` with the rollouts first."
         log_t = entry_of("APPOLoss", tensordict, keys.target_log_prob, remedy)
         dist = _build(self.actor_network, _dist_params(self.actor_network, tensordict))
@@ -334,6 +346,7 @@ class APPOLoss(LossModule):
     def step_target(self) -> None:
         """Count an optimiser step; move the target policy every `target_update_freq`."""
         self.steps += 1
+        self._idle = False
         if self.target_update_freq is not None and self.steps % self.target_update_freq == 0:
             self.update_target()
 
@@ -343,7 +356,7 @@ class APPOLoss(LossModule):
         current, target = self.actor_network.parameters(), self.target_actor_network.parameters()
         torch._foreach_lerp_(list(target), list(current), self.tau)
         self.sync_target_buffers()
-        self._updated_at = self.steps
+        self._updated_at, self._idle = self.steps, False
 
     @torch.no_grad()
     def sync_target_buffers(self) -> None:

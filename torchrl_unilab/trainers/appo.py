@@ -23,11 +23,17 @@ from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, norm_of
+from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, check_effect, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update.versions import PolicyVersions
+
+_OF_THE_LOSS = (
+    *("clip_epsilon", "value_clip", "entropy_coeff", "critic_coeff", "gamma", "lambda_"),
+    *("rho_bar", "c_bar", "tau", "target_update_freq"),
+)
+"""Settings that the loss has."""
 
 
 class APPOTrainer(RankTrainer):
@@ -118,6 +124,8 @@ class APPOTrainer(RankTrainer):
                 f"max_policy_lag: {config.max_policy_lag} without a scheme (expected the "
                 "collector's, which counts versions). Pass scheme=, or leave max_policy_lag out."
             )
+        follows = [name for name in _OF_THE_LOSS if name != "gamma" or config.final_gamma is None]
+        check_effect(config, {name: getattr(loss_module, name) for name in follows}, "the loss")
         self.config, self.ranks = config, ranks
         self.stale = 0
         self.normalizers = dict(normalizers or {})
@@ -149,6 +157,11 @@ class APPOTrainer(RankTrainer):
         self.busy_time, self.returns, self.lag = register_reports(self, collector, scheme)
         self._publish = PublishWeights(collector)
         self._publish.register(self)
+
+    @property
+    def _threads(self) -> int:
+        """One for a fused update, whose networks are small; as many as torch has for others."""
+        return self.config.learner_threads if self._fused is not None else super()._threads
 
     def register_op(self, dest: Any, op: Callable[..., Any], **kwargs: Any) -> None:
         """Register a hook; see TorchRL.

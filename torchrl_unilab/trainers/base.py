@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Integral, Number
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -36,6 +38,7 @@ _OURS = ("frame_skip", "num_epochs", "optim_steps_per_batch", "optimizer", "opti
 """Arguments of TorchRL's `Trainer` that our trainers pass themselves."""
 
 _STOCK, _TYPES = inspect.signature(Trainer.__init__).parameters, get_type_hints(Trainer.__init__)
+isclose = partial(math.isclose, rel_tol=1e-6)  # float32 beside float64
 _PLAIN = (str, Number, Mapping, Sequence)  # other objects may do as well, as clients of loggers do
 
 _UNSET: Mapping[str, tuple[object, ...]] = {
@@ -103,6 +106,28 @@ def leave_out(names: Iterable[str], kind: type) -> str:
     return f"Leave out {', '.join(f'{n} ({how})' if how else n for n, how in remedies.items())}."
 
 
+def check_effect(config: Any, counts: Mapping[str, object], where: str) -> None:
+    """Refuse settings that were changed, and that something else decides than the trainer.
+
+    Args:
+        config: The settings.
+        counts: By the name of a setting, what counts.
+        where: Where that is decided.
+
+    Raises:
+        ConfigError: Names one.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for name, value in counts.items():
+        given = getattr(config, name)
+        near = isinstance(given, float) and isinstance(value, float) and isclose(given, value)
+        if given not in (value, defaults[name]) and not near:
+            raise ConfigError(
+                f"{name}: {given} in config (expected {value}, that of {where}, which counts). "
+                f"Give {where} the same, or leave it out of config."
+            )
+
+
 def check_arguments(given: Mapping[str, object], config: object, kind: type) -> None:
     """Refuse settings of another algorithm, and stock arguments that cannot work or have no effect.
 
@@ -151,6 +176,24 @@ class RankTrainer(Trainer):
                     "that it learns). Give both the same one, or publish by a map of your own.",
                     type(self).__name__,
                 )
+
+    @property
+    def _threads(self) -> int:
+        """Torch's threads of this process while it trains."""
+        return torch.get_num_threads()
+
+    def train(self) -> None:
+        """Train to the end, on the threads that are fastest for the updates.
+
+        Torch's threads spin while they wait for each other: next to a busy program, such as the
+        collector's workers, two of them are several times slower than one.
+        """
+        found = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            super().train()
+        finally:
+            torch.set_num_threads(found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.

@@ -23,7 +23,14 @@ from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.segment import Owner
-from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, norm_of
+from torchrl_unilab.trainers.base import (
+    NORM,
+    RankTrainer,
+    check_arguments,
+    check_effect,
+    isclose,
+    norm_of,
+)
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import LossUpdate, make_update
 from torchrl_unilab.trainers.reports import register_reports
@@ -220,19 +227,11 @@ class OffPolicyTrainer(RankTrainer, Owner):
             )
         super().register_op(dest, op, **kwargs)
 
-    def train(self) -> None:
-        """Train to the end.
-
-        Torch's own threads spin while they wait for each other: next to a busy program two of them
-        are several times slower than one. The policy's thread and this one sleep instead, so each
-        gets half of the learner's threads, which is one by default.
-        """
-        found, threads = torch.get_num_threads(), self.config.learner_threads or 1
-        torch.set_num_threads(max(1, threads // 2) if self._fused is not None else threads)
-        try:
-            super().train()
-        finally:
-            torch.set_num_threads(found)
+    @property
+    def _threads(self) -> int:
+        """Of the learner's threads, one by default, fused updates have half: see `run_both`."""
+        threads = self.config.learner_threads or 1
+        return max(1, threads // 2) if self._fused is not None else threads
 
     def _process_batch_hook(self, batch: TensorDictBase) -> TensorDictBase:
         """Write a rollout to the storage, also those with random actions."""
@@ -346,6 +345,10 @@ def _check_replay(storage: PackedReplayStorage, loss: LossModule, config: OffPol
     """Refuse a replay that is too small, or whose returns are not those that the loss counts on."""
     remedy = "The first update needs so many: raise it, or lower learning_starts or batch_size."
     as_integer("rows of the replay", storage.max_size, remedy, least=config.min_frames)
+    counts: dict[str, Any] = {"n_step": storage.n_step}
+    if isinstance(loss, SACLoss | TD3Loss):
+        counts["gamma"] = float(loss.value_estimator.gamma)
+    check_effect(config, counts, "replay and loss")
     if storage.n_step == 1:
         return
     if (reward := _reward_of(loss)) != "reward":
@@ -353,13 +356,12 @@ def _check_replay(storage: PackedReplayStorage, loss: LossModule, config: OffPol
             f"replay of n_step={storage.n_step}: a loss of the reward {reward!r} (expected "
             "'reward', which returns of several steps sum up). Rename it, or take n_step=1."
         )
-    if isinstance(loss, SACLoss | TD3Loss):
-        gamma = float(loss.value_estimator.gamma)
-        if not math.isclose(gamma, storage.gamma, rel_tol=1e-6):
-            raise ConfigError(
-                f"replay of n_step={storage.n_step}: returns of gamma={storage.gamma} (expected "
-                f"{gamma:g}, the loss's). Use one gamma for both."
-            )
+    gamma = counts.get("gamma", storage.gamma)
+    if not isclose(gamma, storage.gamma):
+        raise ConfigError(
+            f"replay of n_step={storage.n_step}: returns of gamma={storage.gamma} (expected "
+            f"{gamma:g}, the loss's). Use one gamma for both."
+        )
 
 
 def _reward_of(loss: LossModule) -> Any:

@@ -114,6 +114,12 @@ def test_only_the_newest_are_kept_and_no_half_of_one_that_a_killed_process_left(
     assert names(tmp_path) == ["frames-000002000000"]
 
 
+def test_other_hidden_directories_stay(tmp_path):
+    (tmp_path / ".git").mkdir()
+    save(tmp_path, 100)
+    assert names(tmp_path) == [".git", "frames-000000000100"]
+
+
 def test_a_checkpoint_of_as_many_frames_stays_as_it_is(tmp_path):
     save(tmp_path, 100)
     before = tree(tmp_path)

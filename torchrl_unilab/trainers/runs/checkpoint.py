@@ -196,7 +196,7 @@ class RunCheckpoints(CheckpointRotation):
             return path
         if components is None:  # a logger's state is its name alone
             components = set(checkpoint.components) - {"logger"}
-        for leftover in directory.glob(".*"):  # left by a process that was killed
+        for leftover in directory.glob(f".{_PREFIX}-*"):  # left by a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         draft = directory / f".{path.name}"
         try:
