@@ -138,8 +138,8 @@ def test_rows_rewritten_while_they_are_copied_are_copied_again_or_an_error(monke
             return versions
 
         monkeypatch.setattr(rows, "settled", lambda: rewritten(next(once, int)))
-        [(first, (numbers, _))] = rows.copies(0, rows.window())
-        assert (first, numbers[:, 0].tolist()) == (0, [*range(8)])
+        [(first, words)] = rows.copies(0, rows.window())
+        assert (first, words[:, 0].tolist()) == (0, [*range(8)])
 
         monkeypatch.setattr(rows, "settled", lambda: rewritten(rows.touch))
         rows.timeout = 0.02
@@ -236,8 +236,7 @@ def test_copies_of_a_window_are_its_rows_newest_first(shards, monkeypatch):
         monkeypatch.setattr(rows, "chunk_rows", 3)
         for shard in range(shards):
             found: list[int] = []
-            for first, parts in rows.copies(shard, rows.window()):
-                words = torch.cat([*parts], 1)
+            for first, words in rows.copies(shard, rows.window()):
                 assert (words[:, 0].tolist(), words[:, -1].tolist()) == 2 * (
                     [*range(first, first + len(words))],
                 )

@@ -153,7 +153,7 @@ def test_a_copy_leaves_out_what_is_overwritten_meanwhile():
         rows.chunk_rows = 3
         put(rows, 8)
         found, copies = [], rows.copies(0, rows.window())
-        for first, (words,) in copies:
+        for first, words in copies:
             found.append((first, words.flatten().tolist()))
             if len(found) == 1:
                 put(rows, 3)

@@ -17,7 +17,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchrl_unilab.errors import ConfigError, ContentionError, PositionError
@@ -243,7 +246,7 @@ class SharedRows(Shards):
 
     # Reading
 
-    def _checked(self, copy: Callable[..., object], *rows: object) -> tuple[tuple[int, ...], bool]:
+    def _checked(self, copy: Callable[..., object], *rows: Any) -> tuple[tuple[int, ...], bool]:
         """Call ``copy(*rows)``; return the floors loaded after it, and whether rows were rewritten.
 
         If no row was rewritten, copies of all rows at or above the floors are whole. Raises as
@@ -365,31 +368,33 @@ class SharedRows(Shards):
                 "(expected a whole copy). Use a larger replay."
             )
 
-    def copies(self, shard: int, window: Window) -> Iterator[tuple[int, Parts]]:
+    def copies(self, shard: int, window: Window) -> Iterator[tuple[int, npt.NDArray[np.int32]]]:
         """Copy a shard while its writer continues: the newest rows first, until none is left.
 
         Yields:
-            The number of a chunk's first row, and the chunk, valid until the next one.
+            The number of a chunk's first row, and the chunk, [n, words], valid until the next one.
 
         Raises:
             ContentionError: Rows are rewritten faster than they are copied.
         """
         floor, end = window.floors[shard], window.heads[shard]
-        buffers = [
-            torch.empty(self.chunk_rows, width, dtype=torch.int32, device="cpu")
-            for width in self.widths
-        ]
+        chunk = np.empty((self.chunk_rows, sum(self.widths)), np.int32)
+        columns = np.split(chunk, np.cumsum(self.widths)[:-1], 1)
+
+        def copy(begin: int, end: int) -> None:
+            # By NumPy: torch would share out each chunk to its threads, which wait for each other.
+            for column, part in zip(columns, self.parts[shard], strict=True):
+                column[: end - begin] = part[begin:end].numpy()
+
         deadline = time.monotonic() + self.timeout
         while end > floor:
             lap = (end - 1) // self.shard_rows * self.shard_rows
             first = max(floor, lap, end - self.chunk_rows)
-            parts = [buffer[: end - first] for buffer in buffers]
-            rows = [part[first - lap : end - lap] for part in self.parts[shard]]
-            floors, changed = self._checked(torch._foreach_copy_, parts, rows)
+            floors, changed = self._checked(copy, first - lap, end - lap)
             floor = max(floor, floors[shard])
             if changed:
                 self._check_time(deadline, end - first)
                 continue
             if (whole := max(first, floor)) < end:
-                yield whole, [part[whole - first :] for part in parts]
+                yield whole, chunk[whole - first : end - first]
             end, deadline = first, time.monotonic() + self.timeout

@@ -14,6 +14,8 @@ from operator import index
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchrl_unilab.data.replay.shared import SharedReplay
@@ -31,7 +33,7 @@ _LENGTH = 8
 
 
 def save_rows(
-    rows: SharedRows, lineage: Lineage, write: Callable[[int, torch.Tensor], object]
+    rows: SharedRows, lineage: Lineage, write: Callable[[int, npt.NDArray[np.int32]], object]
 ) -> dict[str, list[int]]:
     """Copy all readable rows of an instant, while others write.
 
@@ -53,8 +55,8 @@ def save_rows(
     floors, starts, end = list(window.heads), [], 0
     for shard, (floor, head) in enumerate(zip(*window, strict=True)):
         starts.append(end - floor)
-        for first, parts in rows.copies(shard, window):
-            write(end - floor + first, torch.cat([*parts], 1))
+        for first, words in rows.copies(shard, window):
+            write(end - floor + first, words)
             floors[shard] = first
         end += head - floor
     firsts, strides = zip(*rows.steps(), strict=True)
@@ -151,9 +153,9 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
         with draft.open("wb") as file:
             row_bytes = sum(storage.rows.widths) * WORD
 
-            def write(place: int, words: torch.Tensor) -> None:
+            def write(place: int, words: npt.NDArray[np.int32]) -> None:
                 file.seek(place * row_bytes)
-                file.write(words.numpy().data)
+                file.write(words.data)
 
             header = storage.header() | save_rows(storage.rows, lineage, write)
             text = json.dumps(header).encode()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import HERReplayBuffer
@@ -348,11 +350,13 @@ class PackedReplayStorage(SharedReplay):
         if not self.initialized:
             return {"header": None, "rows": torch.empty(0, dtype=torch.int32, device="cpu")}
         lineage, width = self.rows.settled_lineage(), sum(self.rows.widths)
-        copies = torch.empty(lineage.window.size, width, dtype=torch.int32, device="cpu")
-        saved = save_rows(
-            self.rows, lineage, lambda at, words: copies[at : at + len(words)].copy_(words)
-        )
-        return {"header": self.header() | saved, "rows": copies}
+        copies = np.empty((lineage.window.size, width), np.int32)
+
+        def write(place: int, words: npt.NDArray[np.int32]) -> None:
+            copies[place : place + len(words)] = words
+
+        header = self.header() | save_rows(self.rows, lineage, write)
+        return {"header": header, "rows": torch.from_numpy(copies)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace all rows by a `state_dict` of this class, or of a stock one of ``ndim=1``.
