@@ -74,7 +74,9 @@ def test_rows_are_transitions_with_true_final_observations(inline):
 def test_the_metrics_count_rows_that_are_there(inline, monkeypatch):
     service, rows = inline._team.service, []
     publish = service.publish
-    monkeypatch.setattr(service, "publish", lambda: (rows.append(inline.storage.size), publish()))
+    monkeypatch.setattr(
+        service, "publish", lambda tick: (rows.append(inline.storage.size), publish(tick))
+    )
     _ticks(inline, 2)
     assert rows == [ENVS, 2 * ENVS]
 

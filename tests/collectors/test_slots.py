@@ -15,7 +15,9 @@ from torchrl_unilab.errors import SegmentClosedError, WaitTimeoutError
 def test_the_metrics_count_a_rollout_before_the_learner_has_it(inline, monkeypatch):
     service, unread = inline._team.service, []
     publish = service.publish
-    monkeypatch.setattr(service, "publish", lambda: (unread.append(len(inline.storage)), publish()))
+    monkeypatch.setattr(
+        service, "publish", lambda tick: (unread.append(len(inline.storage)), publish(tick))
+    )
     next(iter(inline))
     assert unread == [0]
     assert inline.metrics().frames == FRAMES

@@ -365,7 +365,7 @@ def test_steps_of_another_shape_are_refused_and_what_lies_beside_the_memory_is_l
 def test_steps_without_what_the_memory_has_are_refused_by_the_key():
     worker = RolloutWorker(CountingEnv(), make_policy(0.0), 4)
     slot = example_rollout(worker.env, worker.policy, 4).clone().set("gone", torch.zeros(2, 4))
-    with pytest.raises(LayoutKeyError, match="steps have no 'gone'"):
+    with pytest.raises(LayoutKeyError, match="'gone' of a step is missing"):
         worker.rollout(slot)
     worker.close()
 

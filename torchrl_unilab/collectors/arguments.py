@@ -199,9 +199,7 @@ def env_factories(
     create_env_fn: CreateEnv | Sequence[CreateEnv], num_collectors: int | None
 ) -> list[CreateEnv]:
     """Return one environment function per worker; a ConfigError if the counts differ."""
-    if not isinstance(create_env_fn, Iterable):
-        check_factory(create_env_fn)
-    if callable(create_env_fn):
+    if callable(create_env_fn) or not isinstance(create_env_fn, Iterable):
         workers = 1 if num_collectors is None else num_collectors
         factories = [create_env_fn] * as_integer("num_collectors", workers, "Use 1.")
     else:

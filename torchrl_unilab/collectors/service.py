@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import cloudpickle
@@ -143,8 +144,12 @@ class WorkerService:
         """
         return self._requests[kind](*arguments)
 
-    def publish(self) -> None:
-        """Publish the worker's metrics; those that the first worker lacks are left out."""
+    def publish(self, tick: int | None = None) -> None:
+        """Publish the worker's metrics; those that the first worker lacks are left out.
+
+        Args:
+            tick: The tick that is complete now; the last one before it if not given.
+        """
         rollouts = self.rollouts
         self.metrics.publish(
             self.worker,
@@ -152,7 +157,7 @@ class WorkerService:
             rollouts.next_trajectory,
             rollouts.log,
             rollouts.clock,
-            ticks=self.ticks,
+            ticks=self.ticks if tick is None else tick,
             values=rollouts.measure(rollouts.env),
         )
 
@@ -167,18 +172,16 @@ class WorkerService:
     def _collect_tick(self, tick: int) -> None:
         if tick <= self.ticks:
             return
-        stored, before = self.sink.stored(), self.ticks
+        stored = self.sink.stored()
         try:
-            self.ticks = tick
-            collected = self.sink.collect(self.rollouts, self.publish, None)
+            if self.sink.collect(self.rollouts, partial(self.publish, tick), None):
+                self.ticks = tick
         except BaseException:  # inline, Ctrl-C may have come at any point
-            self.ticks = before
             self.rollouts.reset()  # the environment may be ahead of what was kept of its episodes
             if self.sink.stored() > stored:
                 self.ticks = tick
             raise
-        if not collected:
-            self.ticks = before
+        if self.ticks < tick:
             raise WaitTimeoutError(
                 f"tick {tick}: no slot was freed in time (expected one). Release leases."
             )

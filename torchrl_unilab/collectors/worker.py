@@ -159,15 +159,12 @@ def _check_fits(
         LayoutShapeError: The tensor is of another shape.
     """
     expected = (*out.shape[:time_dim], *out.shape[time_dim + 1 :])
-    if tensor is None:
-        raise LayoutKeyError(
-            f"rollout: steps have no {key!r} (expected what the first worker's environment has). "
-            "Make the same environment in each worker."
-        )
-    if tensor.shape != expected:
-        raise LayoutShapeError(
-            f"rollout: {key!r} of a step has shape {tuple(tensor.shape)} (expected {expected}, as "
-            "the first worker's environment has). Make the same environment in each worker."
+    if tensor is None or tensor.shape != expected:
+        error = LayoutKeyError if tensor is None else LayoutShapeError
+        found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
+        raise error(
+            f"rollout: {key!r} of a step {found} (expected {expected}, as the first worker's "
+            "environment has). Make the same environment in each worker."
         )
 
 
