@@ -144,17 +144,19 @@ class BlockLayout:
     def _shapes_and_dtypes(self) -> tuple[list[torch.Size], list[torch.dtype]]:
         return [torch.Size(f.shape) for f in self.fields], [f.dtype for f in self.fields]
 
-    def select(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def select(
+        self, tensors: Mapping[str, torch.Tensor], *, remedy: str = _REMEDY
+    ) -> list[torch.Tensor]:
         """Return the tensors of a mapping in the layout's order, checked.
 
-        Raises as `check`, and a LayoutKeyError if a key is missing or unknown.
+        Raises as `check`, and a LayoutKeyError, with `remedy`, if a key is missing or unknown.
         """
         if tensors.keys() != set(self.keys):
             missing = sorted(set(self.keys) - tensors.keys())
             unknown = sorted(tensors.keys() - set(self.keys))
             raise LayoutKeyError(
                 f"keys of the tensors: missing {missing}, unknown {unknown} "
-                f"(expected {len(self.fields)} keys: {_some(self.keys)}). {_REMEDY}"
+                f"(expected {len(self.fields)} keys: {_some(self.keys)}). {remedy}"
             )
         ordered = [tensors[key] for key in self.keys]
         self.check(ordered)

@@ -17,7 +17,7 @@ from torchrl.weight_update.utils import _resolve_model
 
 from torchrl_unilab.checks import as_instance
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.weight_update.module_weights import ModuleWeights, Weights, named_tensors
+from torchrl_unilab.weight_update.module_weights import Weights, named_tensors
 
 NO_MODEL_ID = (
     "context: given without model_id (expected both). Pass the name of the model in the context, "
@@ -44,12 +44,6 @@ class InitialWeights:
     per_worker: bool
     casts: bool = False
     model: nn.Module | None = None
-
-    @property
-    def optional(self) -> frozenset[str]:
-        """Keys that published weights may lack."""
-        first = next(iter(self.of_workers.values()), None)
-        return ModuleWeights(first).optional if isinstance(first, nn.Module) else frozenset()
 
 
 def initial_weights(

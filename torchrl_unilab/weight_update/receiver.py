@@ -17,7 +17,6 @@ from tensordict import TensorDictBase
 from torch import nn
 from torchrl.collectors import Collector
 
-from torchrl_unilab.errors import LayoutKeyError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.seqlock import Snapshot, SnapshotCell
 from torchrl_unilab.weight_update.module_weights import EXTRA_STATE, ModuleWeights, nested
@@ -85,13 +84,8 @@ class WeightReceiver:
         """Match the model with the cell, and give it private tensors."""
         weights = ModuleWeights(model)
         parameters = {k: value for k, value in weights.named().items() if EXTRA_STATE not in k}
-        published = set(self._cell.layout.keys) - self._extra.keys()
-        if parameters.keys() != published:
-            raise LayoutKeyError(
-                f"cannot apply published weights: the model has keys {sorted(parameters)} "
-                f"(expected {sorted(published)}). Use the same architecture on sender and worker."
-            )
-        self._cell.layout.select(parameters | self._extra)
+        remedy = "Use the same architecture on sender and worker."
+        self._cell.layout.select(parameters | self._extra, remedy=remedy)
         if self._private:
             weights.make_private()
         targets = weights.tensors(model) or []

@@ -126,7 +126,6 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             slots=self.slots,
             first_version=self.first_version,
             casts=initial.casts,
-            optional=initial.optional,
         )
         self._model_id = model_id
         if context is not None:
@@ -166,10 +165,9 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 published.
             SegmentError: Another living process publishes for this scheme.
         """
-        if not self._initialized_on_sender:
-            raise UsageError(TOO_EARLY.format("send", "init_on_sender"))
         if not self.synchronized_on_sender:
-            raise UsageError(TOO_EARLY.format("send", "connect"))
+            first = "connect" if self._initialized_on_sender else "init_on_sender"
+            raise UsageError(TOO_EARLY.format("send", first))
         transport = self._shared_transport or self._require_transport()
         with span("publish"):
             own = weights is None
@@ -341,10 +339,9 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         Returns:
             The applied weights, or None if there was nothing new.
         """
-        if not self._initialized_on_receiver:
-            raise UsageError(TOO_EARLY.format("receive", "init_on_receiver"))
         if not self.synchronized_on_receiver:
-            raise UsageError(TOO_EARLY.format("receive", "connect"))
+            first = "connect" if self._initialized_on_receiver else "init_on_receiver"
+            raise UsageError(TOO_EARLY.format("receive", first))
         if poll_while(lambda: not self.pull(), timeout or 0.0, POLL_SECONDS):
             return None
         assert self._receiver is not None, "a pull needs one"

@@ -44,12 +44,12 @@ class UniLabShmTransport(Owner):
 
     Args:
         initial: For each worker index, its initial weights. Workers that are given the
-            same object share one cell.
+            same object share one cell. What a module keeps out of its state dict, later weights may
+            lack: it stays as it was published last.
         slots: How many snapshots rotate in each cell, at least 2.
         name: Name to attach by, if there is one set of weights; anonymous if not given.
         casts: Convert floating-point weights to the dtypes of a worker's initial weights,
             for workers that were given other dtypes.
-        optional: Keys that weights may lack; they keep what was published last.
         first_version: Version of the initial weights.
 
     Attributes:
@@ -78,7 +78,6 @@ class UniLabShmTransport(Owner):
         slots: int = DEFAULT_SLOTS,
         name: str | None = None,
         casts: bool = False,
-        optional: frozenset[str] = frozenset(),
         first_version: int = 0,
     ) -> None:
         settings: dict[str, Any] = {"slots": slots, "name": name, "first_version": first_version}
@@ -96,6 +95,8 @@ class UniLabShmTransport(Owner):
             for source, tensors in sources.items()
         }
         workers = {worker: cells[id(weights)] for worker, weights in initial.items()}
+        first = next(iter(initial.values()))
+        optional = ModuleWeights(first).optional if isinstance(first, nn.Module) else frozenset()
         self._setup(workers, casts, optional)
 
     def _setup(self, cells: dict[int, SnapshotCell], casts: bool, optional: frozenset[str]) -> None:
