@@ -1,13 +1,16 @@
-"""Deadlines, and polls that end at them."""
+"""Deadlines, and what ends at them."""
 
 from __future__ import annotations
 
 import math
+import os
+import select
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from torchrl_unilab.waits import deadline, poll_while
+from torchrl_unilab.waits import deadline, poll_while, watch
 
 
 @pytest.mark.parametrize(("timeout", "left"), [(None, math.inf), (math.inf, math.inf), (60, 60.0)])
@@ -30,3 +33,28 @@ def test_a_poll_without_time_looks_once_and_returns_what_it_found():
     results = iter([[1, 2], [1]])
     assert poll_while(lambda: next(results), 0.0, 60.0) == [1, 2]
     assert next(results) == [1]
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """A pipe that is empty."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_a_watch_lasts_for_its_timeout_and_yields_each_period(pipe):
+    begun = time.monotonic()
+    looks = [*watch({pipe[0]: select.POLLIN}, 0.1, 0.03)]
+    assert time.monotonic() - begun > 0.09
+    assert len(looks) > 1
+    assert {*looks} == {()}
+
+
+def test_a_watch_yields_the_descriptors_that_have_their_events(pipe):
+    reads, writes = pipe
+    events = {reads: select.POLLIN, writes: select.POLLOUT}
+    assert next(watch(events, None, 60.0)) == (writes,)
+    os.write(writes, b"x")
+    assert {*next(watch(events, None, 60.0))} == {reads, writes}

@@ -1,10 +1,15 @@
-"""Waits with a bound, for what announces nothing that a thread could sleep on."""
+"""Waits with a bound: for descriptors, and for what announces nothing that a thread could sleep on.
+
+`shm` waits for tokens by `watch`, `runtime` for workers: both look meanwhile whether the other side
+lives.
+"""
 
 from __future__ import annotations
 
 import math
+import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -33,3 +38,36 @@ def poll_while(call: Callable[[], T], timeout: float | None, pause: float) -> T:
     while (result := call()) and time.monotonic() < end:
         time.sleep(pause)
     return result
+
+
+def watch(
+    events: Mapping[int, int], timeout: float | None, period: float
+) -> Iterator[tuple[int, ...]]:
+    """Sleep until descriptors have events and yield these descriptors, again and again.
+
+    Yields at least once, and at least every `period` seconds, then none: it is time to look whether
+    the other side lives. Ends after `timeout`.
+
+    Args:
+        events: Descriptors, and for each what to wait for: `select.POLLIN`, `select.POLLOUT`.
+        timeout: Seconds to wait at most; None for no end.
+        period: Seconds.
+
+    Examples:
+        >>> import os
+        >>> reads, writes = os.pipe()
+        >>> [*watch({reads: select.POLLIN}, 0.0, 1.0)], os.write(writes, b"1")
+        ([()], 1)
+        >>> next(watch({reads: select.POLLIN}, None, 1.0)) == (reads,)
+        True
+        >>> os.close(reads), os.close(writes)
+        (None, None)
+    """
+    end, poll = deadline(timeout), select.poll()
+    for descriptor, event in events.items():
+        poll.register(descriptor, event)
+    while True:
+        left = max(0.0, end - time.monotonic())
+        yield tuple(descriptor for descriptor, _ in poll.poll(1e3 * min(left, period)))
+        if time.monotonic() >= end:
+            return

@@ -29,7 +29,7 @@ from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError, WorkerError
 from torchrl_unilab.runtime.link import Channel, PickledArguments, serve
 from torchrl_unilab.runtime.worker_process import CONTINUE_SECONDS, WorkerProcess
-from torchrl_unilab.waits import deadline
+from torchrl_unilab.waits import deadline, watch
 
 START_SECONDS = 120.0
 STOP_SECONDS = 2.0
@@ -235,18 +235,12 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         Raises:
             WorkerError: None has, and a watched worker has ended or is stopped.
         """
-        end, poll = deadline(timeout), select.poll()
         sentinels = {worker.process.sentinel: select.POLLIN for worker in watched}
-        for descriptor, event in (sentinels | events).items():
-            poll.register(descriptor, event)
-        while True:
-            left = max(0.0, end - time.monotonic())
-            ready = poll.poll(1e3 * min(left, CHECK_SECONDS))
-            if any(descriptor in events for descriptor, _ in ready):
+        for ready in watch(sentinels | events, timeout, CHECK_SECONDS):
+            if any(descriptor in events for descriptor in ready):
                 return True
             self._check(watched)
-            if left <= CHECK_SECONDS:
-                return False
+        return False
 
     def _check(self, watched: _Workers) -> None:
         """Raise if a worker has ended; now and then, also if one is stopped."""

@@ -15,14 +15,13 @@ import os
 import select
 import struct
 import termios
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import starmap
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.waits import deadline
+from torchrl_unilab.waits import watch
 
 LIFE_CHECK_SECONDS = 0.2
 """How often a wait looks whether the other side lives."""
@@ -97,18 +96,10 @@ class TokenPipe:
         return int(struct.unpack("i", answer)[0]) // _TOKEN.size
 
 
-def waits(pipes: Sequence[TokenPipe], timeout: float | None) -> Iterator[None]:
+def waits(pipes: Sequence[TokenPipe], timeout: float | None) -> Iterator[object]:
     """Sleep until a pipe may have a token and yield, again and again; end after `timeout`.
 
     Yields at least once, and at least every `LIFE_CHECK_SECONDS`: if there is no token then, it
     is time to look whether the other side lives.
     """
-    end = deadline(timeout)
-    poll = select.poll()
-    for pipe in pipes:
-        poll.register(pipe.ends[0], select.POLLIN)
-    while True:
-        poll.poll(max(0.0, min(end - time.monotonic(), LIFE_CHECK_SECONDS)) * 1e3)
-        yield
-        if time.monotonic() >= end:
-            return
+    return watch({pipe.ends[0]: select.POLLIN for pipe in pipes}, timeout, LIFE_CHECK_SECONDS)
