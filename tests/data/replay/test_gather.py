@@ -8,6 +8,7 @@ from tensordict import TensorDict
 
 from tests.support.transitions import replay_of, same, transitions
 from torchrl_unilab.data import PackedReplayStorage
+from torchrl_unilab.data.replay import gather
 from torchrl_unilab.errors import ConfigError
 
 
@@ -50,6 +51,12 @@ def test_a_batch_of_rows_of_another_form_is_refused_and_unchanged():
                 storage.sample(20, out=replaced)
 
 
+def test_a_batch_serves_all_storages_of_its_form():
+    with replay_of(transitions(50), 50) as one, replay_of(transitions(30), 30) as other:
+        out = one.sample(20, out=other.empty_batch(20), seed=1)
+        assert same(out, one.sample(20, seed=1))
+
+
 def test_a_batch_that_is_known_is_refused_once_a_nested_part_of_it_was_replaced():
     with replay_of(transitions(50), 50) as storage:
         for key in ("next", ("next", "observation")):
@@ -60,15 +67,16 @@ def test_a_batch_that_is_known_is_refused_once_a_nested_part_of_it_was_replaced(
 
 
 def test_batches_to_sample_into_are_known_as_long_as_there_are_any():
+    before = {*gather._made}
     with replay_of(transitions(50), 50) as storage:
         for _ in range(3):
             outs = [storage.empty_batch(20).set("mine", torch.zeros(20)) for _ in range(2)]
             for seed in range(4):
                 out = storage.sample(20, seed=seed, out=outs[seed % 2])
                 assert same(out.exclude("mine"), storage.sample(20, seed=seed))
-            assert len(storage._reader._known) == 2
+            assert len({*gather._made} - before) == 2
             del out, outs
-            assert not storage._reader._known
+            assert not {*gather._made} - before
 
 
 def test_each_sample_has_memory_apart():

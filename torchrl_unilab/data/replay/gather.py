@@ -7,7 +7,6 @@ budgets. The storage samples and reads with it, and a pipeline's host batches ar
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import weakref
 from collections.abc import Iterable
@@ -45,25 +44,35 @@ Batch = dict[str, torch.Tensor]
 """The memory of a batch, as blocks of shape [count, ...]."""
 
 
-class _Known(NamedTuple):
-    """A batch whose memory has been recognised as that of `RowReader.memory`.
+class _Made(NamedTuple):
+    """A batch that `RowReader.empty` made.
 
     Attributes:
         batch: The batch; its end ends this entry.
+        form: What its rows are.
         nested: The TensorDicts in it.
-        held: What they and the batch hold.
-        memory: The memory.
+        held: What the batch, and each of these, held at first.
+        memory: Its memory.
     """
 
     batch: weakref.ref[TensorDictBase]
-    nested: tuple[TensorDictBase, ...]
-    held: list[Any]
+    form: RowForm
+    nested: list[TensorDictBase]
+    held: list[list[Any]]
     memory: Batch
 
-    def is_still(self, batch: TensorDictBase) -> bool:
-        """Return whether nothing in the batch has been replaced."""
-        held = _held(batch, self.nested)
-        return len(held) == len(self.held) and all(map(operator.is_, held, self.held))
+    def serves(self, batch: TensorDictBase, form: RowForm) -> bool:
+        """Return whether rows of a form fit, and nothing has been replaced; more may be in it."""
+        if self.form is not form and self.form != form:
+            return False
+        for now, first in zip(_held(batch, self.nested), self.held, strict=True):
+            if len(now) < len(first) or not all(map(operator.is_, now, first)):
+                return False
+        return True
+
+
+_made: dict[int, _Made] = {}
+"""All of them in this process, by id(): a batch serves all storages of its form."""
 
 
 def batch_nbytes(form: RowForm, count: int) -> int:
@@ -105,24 +114,28 @@ class RowReader:
         self._plain = replace(form.schema, fields=tuple(fields))
         index = TensorField(("index",), form.schema.batch_size, torch.int64)
         self._indexed = replace(form.schema, fields=(*fields, index))
-        self._known: dict[int, _Known] = {}  # by the batch's id()
 
     def empty(self, count: int, *, pin_memory: bool) -> TensorDict:
         """Make a batch to gather into: see `PackedReplayStorage.empty_batch`."""
         nbytes = batch_nbytes(self._form, count)
         check_memory(f"batch of {count} rows", nbytes, "Sample fewer rows.")
-        flat = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pin_memory, device="cpu")
-        return self.tensordict(self.memory(count, flat), index=True)
-
-    def memory(self, count: int, flat: torch.Tensor | None = None) -> Batch:
-        """Return memory for `count` rows, in `flat`, uint8 [batch_nbytes], if given."""
-        if flat is None:
-            return {
-                name: torch.empty(count, *shape, dtype=dtype, device="cpu")
-                for name, shape, dtype in self._blocks
-            }
         layout = _in_one_run(self._blocks, count)
-        return dict(zip(layout.keys, layout.views(flat), strict=True))
+        with torch.inference_mode(False):  # or it could be written in that mode only
+            flat = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pin_memory, device="cpu")
+            memory = dict(zip(layout.keys, layout.views(flat), strict=True))
+            batch = self.tensordict(memory, index=True)
+        nested = [v for v in batch.values(include_nested=True) if isinstance(v, TensorDictBase)]
+        # The weak reference passes itself: `pop` takes it as its default value.
+        ended = weakref.ref(batch, functools.partial(_made.pop, id(batch)))
+        _made[id(batch)] = _Made(ended, self._form, nested, _held(batch, nested), memory)
+        return batch
+
+    def memory(self, count: int) -> Batch:
+        """Return memory for `count` rows."""
+        return {
+            name: torch.empty(count, *shape, dtype=dtype, device="cpu")
+            for name, shape, dtype in self._blocks
+        }
 
     def _parts(self, batch: Batch, name: str) -> list[torch.Tensor]:
         """Return the rows (``"rows"``) of a batch, or the last of n steps (``"last"``), by part."""
@@ -149,36 +162,19 @@ class RowReader:
         return self._indexed.tensordict(views, (count,))
 
     def memory_of(self, batch: TensorDictBase) -> Batch:
-        """Return the memory of a batch of `tensordict`, made here or in another process.
+        """Return the memory of a batch of `empty`.
 
         Raises:
-            ConfigError: `batch` was not made by `tensordict`.
+            ConfigError: `batch` was not made by `empty` for rows of this form, or something in it
+                has been replaced.
         """
-        count = batch.batch_size[0] if batch.batch_size else 0
-        known = self._known.get(id(batch))
-        if known is not None and known.is_still(batch):
-            return known.memory
-        index = batch.get("index", None)
-        if index is not None and count:
-            storage = index.untyped_storage()
-            if storage.nbytes() >= batch_nbytes(self._form, count) and not index.storage_offset():
-                with torch.inference_mode(False):  # it is kept
-                    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-                    memory = self.memory(count, flat)
-                made = self.tensordict(memory, index=True)
-                if _addresses(made).items() <= _addresses(batch).items():
-                    # The weak reference passes itself: `pop` takes it as its default value.
-                    forget = functools.partial(self._known.pop, id(batch))
-                    leaves_and_nodes = batch.values(include_nested=True)
-                    nested = tuple(v for v in leaves_and_nodes if isinstance(v, TensorDictBase))
-                    held = _held(batch, nested)
-                    known = _Known(weakref.ref(batch, forget), nested, held, memory)
-                    self._known[id(batch)] = known
-                    return memory
-        raise ConfigError(
-            f"batch to sample into: batch size {list(batch.batch_size)}, not made for it (expected "
-            "one of empty_batch). Make it with the storage's empty_batch."
-        )
+        made = _made.get(id(batch))
+        if made is None or not made.serves(batch, self._form):
+            raise ConfigError(
+                f"batch to sample into: batch size {list(batch.batch_size)}, not made for it "
+                "(expected one of empty_batch). Make it with the storage's empty_batch."
+            )
+        return made.memory
 
     def at(self, positions: torch.Tensor) -> TensorDict:
         """Return copies of whole rows at positions, [n], as `SharedRows.read_at` reads them."""
@@ -235,17 +231,9 @@ class RowReader:
         torch.gt(steps, 1, out=out["nonterminal"])
 
 
-def _addresses(batch: TensorDictBase) -> dict[Any, tuple[int, torch.dtype, torch.Size]]:
-    """Return where each tensor of a batch lies, and as what, by key."""
-    return {
-        key: (leaf.data_ptr(), leaf.dtype, leaf.shape)
-        for key, leaf in batch.items(include_nested=True, leaves_only=True)
-    }
-
-
-def _held(batch: TensorDictBase, nested: Iterable[TensorDictBase]) -> list[Any]:
-    """Return what a batch holds, and then what the TensorDicts in it do."""
-    return [*batch.values(), *itertools.chain.from_iterable(node.values() for node in nested)]
+def _held(batch: TensorDictBase, nested: Iterable[TensorDictBase]) -> list[list[Any]]:
+    """Return what a batch holds, and what each of the TensorDicts in it does."""
+    return [[*batch.values()], *([*node.values()] for node in nested)]
 
 
 @functools.lru_cache(maxsize=64)

@@ -342,7 +342,7 @@ class SharedReplay(SharedStorage):
             generator: Source of the draw if there is no seed; the storage's or the global one
                 if not given.
             snapshot: The rows to sample from; by default the current ones.
-            out: A batch of `empty_batch` to sample into.
+            out: A batch that `empty_batch` has made in this process, to sample into.
 
         Returns:
             TensorDict [count] with the rows' positions as ``"index"``; `out` if given.
