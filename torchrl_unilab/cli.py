@@ -58,11 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if os.getcwd() not in sys.path:  # for the user's tasks; last, so that it hides no module
             sys.path.append(os.getcwd())
-        parser = _parser(_task_of(arguments))
-        options, unknown = parser.parse_known_args(arguments)
-        if unknown:
-            flags = [flag for action in options.parser._actions for flag in action.option_strings]
-            options.parser.error(f"unknown argument {unknown[0]}.{nearest(unknown[0], flags)}")
+        options = _parser(_task_of(arguments)).parse_args(arguments)
         import numpy  # noqa: F401  # first: torch's C code would import it, and drop a Ctrl-C
 
         code = int(options.run(options))
@@ -123,6 +119,13 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
         self._negative_number_matcher = re.compile(r"-\.?\d")  # -1e3, too, is a value
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            self.error(f"unknown argument {unknown[0]}.{nearest(unknown[0], flags)}")
+        return options, unknown
+
     def error(self, message: str) -> NoReturn:
         if message.startswith("argument ALGORITHM: invalid choice"):
             message += ". The algorithm comes before all flags"
@@ -146,7 +149,7 @@ def _parser(task: str = "") -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_algorithms(commands.add_parser("train", help="train a policy"), task, _add_training)
     tasks = commands.add_parser("tasks", help="list the tasks, and what is known of each")
-    tasks.set_defaults(run=_tasks, parser=tasks)
+    tasks.set_defaults(run=_tasks)
     budget = commands.add_parser("budget", help="show the memory and threads that a run would take")
     _add_algorithms(budget, task, _add_budget)
     _add_evaluation(commands.add_parser("eval", help="evaluate a run's checkpoint"))
@@ -192,7 +195,7 @@ def _add_training(train: argparse.ArgumentParser) -> None:
     add_settings(train, RunConfig, defaults, skip=["progress_bar"])
     flag = argparse.BooleanOptionalAction
     add("--progress", dest="progress_bar", action=flag, help="show the progress bar (default)")
-    train.set_defaults(run=_train, parser=train)
+    train.set_defaults(run=_train)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -346,7 +349,7 @@ def _tasks(_: argparse.Namespace) -> int:
 def _add_budget(budget: argparse.ArgumentParser) -> None:
     budget.add_argument("--env", required=True, help="task, for example HalfCheetah-v5")
     budget.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
-    budget.set_defaults(run=_budget, parser=budget)
+    budget.set_defaults(run=_budget)
 
 
 def _budget(options: argparse.Namespace) -> int:
@@ -366,7 +369,7 @@ def _add_evaluation(evaluation: argparse.ArgumentParser) -> None:
     add("--run-dir", required=True, help="directory of a run")
     add("--episodes", default=16, help="number of episodes (default: 16)", **count)
     add("--seed", default=0, help="seed of the episodes (default: 0)", **count)
-    evaluation.set_defaults(run=partial(_print_result, "evaluate_run"), parser=evaluation)
+    evaluation.set_defaults(run=partial(_print_result, "evaluate_run"))
 
 
 def _add_playing(playing: argparse.ArgumentParser) -> None:
@@ -382,7 +385,7 @@ def _add_playing(playing: argparse.ArgumentParser) -> None:
     add("--camera", type=_name_or_number, help=camera)
     flag = argparse.BooleanOptionalAction
     add("--deterministic", action=flag, default=True, help="act without exploration")
-    playing.set_defaults(run=partial(_print_result, "play_run"), parser=playing)
+    playing.set_defaults(run=partial(_print_result, "play_run"))
 
 
 def _name_or_number(camera: str) -> str | int:
@@ -392,6 +395,6 @@ def _name_or_number(camera: str) -> str | int:
 def _print_result(command: str, options: argparse.Namespace) -> int:
     """Call a function of the package with the options by name, and print what it returns."""
     importlib.import_module("torchrl_unilab.preload")
-    arguments = {key: value for key, value in vars(options).items() if key not in ("run", "parser")}
+    arguments = {key: value for key, value in vars(options).items() if key != "run"}
     print(json.dumps(getattr(torchrl_unilab, command)(**arguments)))
     return 0
