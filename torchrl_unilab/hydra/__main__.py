@@ -18,7 +18,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from torchrl_unilab import preload  # noqa: F401  (spares the end of the process a second)
 from torchrl_unilab.configs.settings import nearest
-from torchrl_unilab.errors import ConfigError, UniLabError, WorkerError
+from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.trainers import OffPolicyTrainer
 from torchrl_unilab.trainers.base import RankTrainer
 
@@ -33,12 +33,9 @@ def _train(config: DictConfig) -> None:
         trainer.train()
     except KeyboardInterrupt:
         if isinstance(trainer, RankTrainer):  # TorchRL's workers have been interrupted, too
-            try:
-                trainer.save_trainer(force_save=True)  # where `save_trainer_file` says
-            except WorkerError:  # the end of a job ends its workers, too: all but their state
-                collector = trainer.collector
-                collector.state_dict = partial(collector.state_dict, workers=False)
-                trainer.save_trainer(force_save=True)
+            collector = trainer.collector  # whose workers may be busy, or ended by the end of a job
+            collector.state_dict = partial(collector.state_dict, workers=False)
+            trainer.save_trainer(force_save=True)  # where `save_trainer_file` says
         raise
     finally:
         if isinstance(trainer, OffPolicyTrainer):
