@@ -99,14 +99,12 @@ def run_dir_held(path: Path) -> Iterator[None]:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(path, os.W_OK) else "it is read-only"
     except OSError as error:
+        reason = f"cannot be made, {error.strerror}"
+    if reason:
         raise ConfigError(
-            f"run directory {path}: cannot be made, {error.strerror} (expected a directory that "
-            "may be written to). Choose another."
-        ) from error
-    if not os.access(path, os.W_OK):
-        raise ConfigError(
-            f"run directory {path}: it is read-only (expected one that may be written to). Choose "
+            f"run directory {path}: {reason} (expected a directory that may be written to). Choose "
             "another, or copy the run."
         )
     descriptor = os.open(path, os.O_RDONLY)
