@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -13,7 +14,6 @@ from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.errors import PeerGoneError
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer
-from torchrl_unilab.trainers.evaluation import Videos
 from torchrl_unilab.trainers.runs import train as module
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.train import Run
@@ -81,9 +81,12 @@ def test_evaluations_beside_the_training_are_as_long_and_seeded_as_was_asked(tmp
     run = Run(RunConfig("Hopper-v5", 1 << 20, seed=5, **asked), APPOConfig(), tmp_path / "run")
     run.learner = Mock()
     run._start_evaluation(9, Mock())
-    videos = Videos(run._create_proxy, tmp_path / "run" / "videos", 18)
-    expected = {"interval": 9, "episodes": 3, "max_steps": 7, "seed": 5, "videos": videos}
-    assert expected.items() <= made.call_args.kwargs.items()
+    (create_env, *_), asked = made.call_args
+    expected = {"interval": 9, "episodes": 3, "max_steps": 7, "seed": 5}
+    assert expected.items() <= asked.items()
+    assert create_env.keywords == {"num_envs": 3, "num_threads": 1, "stagger": False}
+    assert asked["videos"][1:] == (tmp_path / "run" / "videos", 18)
+    assert asked["videos"].create_env.keywords == {**create_env.keywords, "num_envs": 1}
 
 
 def test_a_run_of_several_ranks_needs_the_frames_of_a_first_update_for_each(tmp_path, monkeypatch):
@@ -144,8 +147,11 @@ def test_the_first_run_alone_logs_its_settings(tmp_path, monkeypatch, resumed):
 def test_a_collectors_environments_are_made_as_the_settings_say(tmp_path, stagger):
     config = APPOConfig(num_envs=3, physics_threads=2, stagger=stagger)
     run = Run(RunConfig("Hopper-v5", 1 << 20), config, tmp_path / "run")
-    expected = {"num_envs": 3, "num_threads": 2, "stagger": stagger}
-    assert run._create_env.keywords == expected
+    run.learner, run.algorithm = Mock(), Mock(**{"collector.side_effect": ZeroDivisionError})
+    with pytest.raises(ZeroDivisionError), contextlib.ExitStack() as closing:
+        run.connect(closing)
+    create_env = run.algorithm.collector.call_args.args[0]
+    assert create_env.keywords == {"num_envs": 3, "num_threads": 2, "stagger": stagger}
 
 
 def test_a_trainer_is_made_as_the_plan_says(tmp_path):

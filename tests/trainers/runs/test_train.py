@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import json
@@ -9,6 +8,7 @@ import os
 import re
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import DivergedError
+from torchrl_unilab.modules import make_actor
 from torchrl_unilab.trainers import (
     APPOConfig,
     APPOTrainer,
@@ -32,6 +33,7 @@ from torchrl_unilab.trainers import (
     train_off_policy,
 )
 from torchrl_unilab.trainers.progress import log_progress
+from torchrl_unilab.trainers.runs import train
 from torchrl_unilab.trainers.runs.builders import child_seeds
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.train import Run
@@ -322,10 +324,20 @@ def test_runs_of_neighbouring_seeds_share_no_environment():
     assert max(children) < 1 << 31  # NumPy takes seeds of 32 bits
 
 
-def test_a_run_is_evaluated_on_whole_episodes(tmp_path):
-    run = Run(RunConfig("HalfCheetah-v5", 1024), APPOConfig(), tmp_path / "run")
-    with contextlib.closing(run._evaluation_factory(threads=1)()) as env:
-        assert not env.stagger
+@pytest.mark.parametrize(("episodes", "envs"), [(3, 3), (2000, 1024)])
+def test_a_run_is_evaluated_on_whole_episodes(tmp_path, monkeypatch, episodes, envs):
+    played = []
+
+    def recorded(env, policy, **options):
+        played.append((env.batch_size.numel(), env.stagger, options["episodes"]))
+        return torch.zeros(1)
+
+    monkeypatch.setattr(train, "evaluate", recorded)
+    plan = RunConfig("InvertedPendulum-v5", 1024, eval_episodes=episodes)
+    run = Run(plan, APPOConfig(), tmp_path / "run")
+    run.learner = Mock(actor=make_actor(4, 1))
+    run._evaluate()
+    assert played == [(envs, False, episodes)]
 
 
 def test_a_run_leaves_the_callers_generator_and_threads_as_they_were(tmp_path):

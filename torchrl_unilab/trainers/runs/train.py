@@ -169,13 +169,9 @@ class Run:
         self.announce = announce if announce and self.is_rank_zero else lambda line: None
         if create_env is not None:
             check_factory(create_env)
-            self._create_env = self._create_proxy = create_env
         else:
             make_task(options.env)  # an unknown task is refused before anything is made
-            make = partial(MujocoBatchEnv, options.env)
-            self._create_proxy = partial(make, num_envs=1, num_threads=1)
-            size = {"num_envs": config.num_envs, "num_threads": self.threads.physics_threads}
-            self._create_env = partial(make, **size, stagger=config.stagger)
+        self._own_create_env = create_env
         self.path, self._again, self._writing = run_path(run_dir), again, False
         self.resumed = [*saved.resumed, saved.frames] if saved else []
         # A resumed run has new seeds: workers without a saved state do not repeat old episodes.
@@ -207,8 +203,8 @@ class Run:
             self.announce(line)
         torch.set_num_threads(self.threads.learner_threads)
         torch.manual_seed(self._network_seed)
-        with closing_env(self._create_proxy()) as proxy:
-            if OWN_ENVIRONMENT in self.settings and (line := fit_environments(proxy, self.config)):
+        with closing_env(self._create_env()()) as proxy:
+            if self._own_create_env and (line := fit_environments(proxy, self.config)):
                 self.announce(line)
             self.learner = build_learner(proxy, self.config)
             evaluates = self.options.eval_interval is not None
@@ -234,8 +230,10 @@ class Run:
         if options.trace and self.is_rank_zero:
             tracing.start(self.path / TRACE)  # the workers, started below, trace too
             closing.callback(lambda: tracing.stop(keep=self._writing))
+        threads, config = self.threads.physics_threads, self.config
+        create_env = self._create_env(config.num_envs, threads, stagger=config.stagger)
         collector = self.algorithm.collector(
-            self._create_env, self.learner.actor, scheme, self.config, self._acting_seed
+            create_env, self.learner.actor, scheme, config, self._acting_seed
         )
         closing.callback(collector.shutdown)
         self.trainer = trainer = self._make_trainer(collector, scheme)
@@ -287,14 +285,14 @@ class Run:
     def _start_evaluation(self, interval: int, scheme: UniLabShmScheme) -> BackgroundEvaluation:
         options, filmed = self.options, self.options.video_interval
         return BackgroundEvaluation(
-            self._evaluation_factory(threads=1),
+            self._create_env(min(options.eval_episodes, MOST_AT_ONCE)),
             self.learner.actor,
             scheme.create_transport(),
             interval=interval,
             episodes=options.eval_episodes,
             max_steps=options.eval_max_steps,
             seed=options.seed,
-            videos=Videos(self._create_proxy, self.path / VIDEOS, filmed) if filmed else None,
+            videos=Videos(self._create_env(), self.path / VIDEOS, filmed) if filmed else None,
         )
 
     def train(self) -> bool:
@@ -385,13 +383,12 @@ class Run:
 
     def _evaluate(self) -> float:
         options, actor = self.options, on_host(self.learner.actor)
-        with closing_env(self._evaluation_factory(self.threads.cores)()) as env:
+        envs = min(options.eval_episodes, MOST_AT_ONCE)
+        with closing_env(self._create_env(envs, self.threads.cores)()) as env:
             limits = {"episodes": options.eval_episodes, "max_steps": options.eval_max_steps}
             return float(evaluate(env, actor, **limits, seed=options.seed).mean())
 
-    def _evaluation_factory(self, threads: int) -> CreateEnv:
-        """Return what makes the environment: `MujocoBatchEnv` has one simulation per episode."""
-        if self.settings.get(OWN_ENVIRONMENT):
-            return self._create_env
-        envs = min(self.options.eval_episodes, MOST_AT_ONCE)
-        return partial(MujocoBatchEnv, self.options.env, num_envs=envs, num_threads=threads)
+    def _create_env(self, envs: int = 1, threads: int = 1, *, stagger: bool = False) -> CreateEnv:
+        """Return what makes an environment: the caller's, or a `MujocoBatchEnv` of this size."""
+        make = partial(MujocoBatchEnv, self.options.env, num_envs=envs, num_threads=threads)
+        return self._own_create_env or partial(make, stagger=stagger)
