@@ -132,11 +132,8 @@ class APPOConfig(AlgorithmConfig):
     def __post_init__(self) -> None:
         """Check each setting, then those that depend on each other."""
         super().__post_init__()
-        if self.restart_workers and self.lockstep:
-            raise ConfigError(
-                f"restart_workers: {self.restart_workers} with lockstep (expected one of "
-                "them: a run with a replaced collector is not repeatable). Leave one out."
-            )
+        replaced = "a run with a replaced collector is not repeatable"
+        self.check_exclusive("restart_workers", "lockstep", replaced)
         # The first pool has one rollout.
         remedy = "Lower it, or collect rollouts of more frames, num_envs x num_steps."
         as_integer("minibatches", self.minibatches, remedy, most=self.frames_per_rollout)

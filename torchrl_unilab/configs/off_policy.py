@@ -150,16 +150,10 @@ class OffPolicyConfig(AlgorithmConfig):
                 f"noise_std_min: {self.noise_std_min} (expected at most noise_std_max, "
                 f"{self.noise_std_max}). Leave both out for the defaults."
             )
-        if self.restart_workers and self.sync_collection:
-            raise ConfigError(
-                f"restart_workers: {self.restart_workers} with sync_collection (expected one of "
-                "them: a run with a replaced collector is not repeatable). Leave one out."
-            )
-        if self.prefetch and self.sync_collection:
-            raise ConfigError(
-                "prefetch: True with sync_collection (expected one of them: what a thread finds "
-                "in the replay is not repeatable). Leave one out."
-            )
+        replaced = "a run with a replaced collector is not repeatable"
+        self.check_exclusive("restart_workers", "sync_collection", replaced)
+        found = "what a thread finds in the replay is not repeatable"
+        self.check_exclusive("prefetch", "sync_collection", found)
         if self.min_frames > self.capacity:
             raise ConfigError(
                 f"replay_buffer_n: {self.replay_buffer_n} (expected at least "

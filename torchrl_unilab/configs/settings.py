@@ -152,6 +152,14 @@ class Settings:
             value = kinds[field.name].check(field.name, getattr(self, field.name), remedy)
             object.__setattr__(self, field.name, value)
 
+    def check_exclusive(self, name: str, other: str, reason: str) -> None:
+        """Refuse two settings that are both on; a ConfigError."""
+        if getattr(self, name) and getattr(self, other):
+            raise ConfigError(
+                f"{name}: {getattr(self, name)} with {other} (expected one of them: {reason}). "
+                "Leave one out."
+            )
+
     def replace(self, **changes: Any) -> Self:
         """Return these settings with some changed.
 
