@@ -67,6 +67,20 @@ def test_slots_are_shared_out_evenly_and_rounded_up():
         assert (collector.storage.slots, collector.storage.max_size) == (2, 4)
 
 
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [
+        ({}, 1),
+        ({"use_buffers": True}, 2),
+        ({"use_buffers": True, "slots": 2}, 1),
+        ({"use_buffers": True, "lockstep": True}, 1),
+    ],
+)
+def test_where_a_rollout_is_lent_its_worker_has_another_slot(settings, slots):
+    with appo_collector(make_policy(0.0), num_collectors=2, **settings) as collector:
+        assert collector.storage.slots == slots
+
+
 def test_in_lockstep_workers_wait_for_slots_whatever_the_overflow():
     with appo_collector(make_policy(0.0), inline=True, overflow="overwrite") as collector:
         assert collector.storage.overflow == "block"

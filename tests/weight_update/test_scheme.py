@@ -109,12 +109,14 @@ def test_a_single_process_collector_acts_with_weights_that_it_is_given(given):
 def test_a_single_process_collector_acts_with_each_version_at_once():
     scheme = UniLabShmScheme()
     settings = {"weight_sync_schemes": {"policy": scheme}, "auto_register_policy_transforms": False}
-    with collecting(Collector, StillEnv, make_policy(0.25), **settings) as collector:
-        for version in (1, 2):
-            collector.update_policy_weights_()
+    with collecting(Collector, StillEnv, make_policy(0.25), **settings) as collector, scheme:
+        for version in (0, 1, 2):
+            if version:
+                collector.update_policy_weights_()
             assert scheme.applied_versions == {0: version}
             scheme.wait_applied(timeout=0)
-    scheme.shutdown()
+    with pytest.raises(UsageError, match="shut down"):
+        scheme.version  # noqa: B018
 
 
 @pytest.mark.parametrize("timeout", [0.01, float("nan")])

@@ -93,7 +93,7 @@ class APPOCollector(WorkerCollector):
             of its environment.
         slots: Slots of the ring, shared out evenly among the workers and rounded up. By default one
             per worker, so that a worker starts its next rollout once its last one was taken, with
-            the newest weights.
+            the newest weights; two with `use_buffers`, as one is lent, but in `lockstep`.
         overflow: ``"block"`` or ``"overwrite"``; always ``"block"`` with `lockstep`.
         max_policy_lag: Rollouts that started more published versions ago than this are
             dropped and counted in `stale`; None takes all.
@@ -151,7 +151,9 @@ class APPOCollector(WorkerCollector):
                 "use_buffers: True in a collector of a distributed collector (expected False: a "
                 "borrowed rollout would be sent with its whole ring). Leave it out."
             )
-        self._slots = self.num_workers if slots is None else as_integer("slots", slots, "Use 2.")
+        lent = use_buffers and not self.lockstep
+        default = 2 * self.num_workers if lent else self.num_workers
+        self._slots = default if slots is None else as_integer("slots", slots, "Use 2.")
         if self.lockstep:
             remedy = "Leave it out, for one per worker."
             as_integer("slots in lock-step", self._slots, remedy, least=self.num_workers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from tensordict import TensorDictBase
 from torch import nn
@@ -20,7 +20,7 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 from torchrl_unilab.checks import as_choice, as_indices, as_integer
 from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
+from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS, SnapshotCell
 from torchrl_unilab.waits import poll_while
 from torchrl_unilab.weight_update.initial_weights import (
     NO_MODEL_ID,
@@ -139,8 +139,20 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         self, *, worker_idx: int | None = None, weights: Any | None = None
     ) -> None:
         """Publish `weights` if given; the initial weights are in place already."""
+        transport = self._require_transport()
         if weights is not None:
-            self._require_transport().send_weights(weights)
+            transport.send_weights(weights)
+        context = None if self._context_ref is None else self._context_ref()
+        if isinstance(context, Collector):
+            self._apply_here(transport.cell(0), context, own=weights is None)
+
+    def _apply_here(self, cell: SnapshotCell, context: Collector, *, own: bool) -> None:
+        """Apply the newest version to the policy of a collector in this process; `own`: it is."""
+        if own:
+            cell.become_reader(0, cell.version)
+        else:
+            receiver = WeightReceiver(cell, 0, private=False)
+            receiver.pull(find_model(context, self._model_id))
 
     def send(
         self,
@@ -182,12 +194,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 transport.send_weights(weights, worker_ids)
             context = None if self._context_ref is None else self._context_ref()
             if isinstance(context, Collector):  # its policy acts in this process
-                cell = transport.cell(0)
-                if own:  # the policy is what was published
-                    cell.become_reader(0, cell.version)
-                else:
-                    receiver = WeightReceiver(cell, 0, private=False)
-                    receiver.pull(find_model(context, self._model_id))
+                self._apply_here(transport.cell(0), context, own=own)
 
     def _resolve_weights(self, weights: Any) -> Any:
         """Return the weights that an argument of `send` stands for.
@@ -366,6 +373,12 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         return state | dict.fromkeys(("_initial_model", "_receiver", "_worker_idx"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     def disconnect(self) -> None:
         """Do nothing: only `send` publishes here. `NodeScheme` ends its thread."""

@@ -53,10 +53,12 @@ class PackedReplayStorage(SharedReplay):
 
     Positions alternate between `writers` shards: position ``i`` is in shard ``i % writers``. Each
     writing process claims one shard; if there are more processes than shards, they share, one
-    append at a time. With one shard per process, n-step returns continue over several appends, and
-    the order of rows does not depend on which process is faster. `PackedSliceSampler` finds the
-    order of time. TorchRL's samplers of slices assume that it is the order of positions, which
-    holds for one shard that is extended by whole trajectories; otherwise they are refused.
+    append at a time. With one shard per process, n-step returns continue over several appends of
+    whole steps (`add`, or one step of all environments) or of one trajectory; segments of several
+    environments, one after the other in one `extend`, end with it. The order of rows does not
+    depend on which process is faster. `PackedSliceSampler` finds the order of time. TorchRL's
+    samplers of slices assume that it is the order of positions, which holds for one shard that is
+    extended by whole trajectories; otherwise they are refused.
 
     Args:
         max_size: Rows; rounded down to a multiple of `writers`.
