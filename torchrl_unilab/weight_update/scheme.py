@@ -37,7 +37,9 @@ from torchrl_unilab.weight_update.receiver import (
     pull_in_rollouts,
 )
 from torchrl_unilab.weight_update.transport import UniLabShmTransport, WorkerIds
-from torchrl_unilab.weight_update.versions import POLL_SECONDS, TOO_EARLY, WorkerVersions
+from torchrl_unilab.weight_update.versions import POLL_SECONDS, WorkerVersions
+
+_TOO_EARLY = "{0}: before {1} (expected it first). Give the scheme to a collector, or call {1}."
 
 PullAt = Literal["rollout", "step", "manual"]
 
@@ -179,7 +181,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         """
         if not self.synchronized_on_sender:
             first = "connect" if self._initialized_on_sender else "init_on_sender"
-            raise UsageError(TOO_EARLY.format("send", first))
+            raise UsageError(_TOO_EARLY.format("send", first))
         transport = self._shared_transport or self._require_transport()
         with span("publish"):
             own = weights is None
@@ -348,7 +350,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         """
         if not self.synchronized_on_receiver:
             first = "connect" if self._initialized_on_receiver else "init_on_receiver"
-            raise UsageError(TOO_EARLY.format("receive", first))
+            raise UsageError(_TOO_EARLY.format("receive", first))
         if poll_while(lambda: not self.pull(), timeout or 0.0, POLL_SECONDS):
             return None
         assert self._receiver is not None, "a pull needs one"

@@ -155,17 +155,20 @@ class UniLabShmTransport(Owner):
 
     def write_weights(self, state_dict: Weights) -> int:
         """Publish `state_dict` to every worker and return its version. Raises as `send_weights`."""
-        return self.send_each(dict.fromkeys(self.unique_cells, state_dict))
+        return self.send_weights(state_dict)
 
     def send_weights(
         self, weights: Weights, worker_ids: WorkerIds = None, *, version: int = 0
-    ) -> None:
+    ) -> int:
         """Publish weights to the cells of `worker_ids`; fastest a module's, again and again.
 
         Args:
             weights: A module, TensorDict or state dict.
             worker_ids: Whose cells; all if not given.
             version: Lower bound of the new version, which is above the newest in any case.
+
+        Returns:
+            The new version; where another thread publishes too, the highest of these cells'.
 
         Raises:
             ConfigError: A worker is not registered.
@@ -188,12 +191,11 @@ class UniLabShmTransport(Owner):
                     for cell in cells:
                         cell.layout.check(tensors)
                     version = max(version, self.version + 1)
-                for cell in cells:
-                    cell.publish(tensors, version=version)
-                return
+                published = [cell.publish(tensors, version=version) for cell in cells]
+                return max(published) if published else self.version
             detached = (tensor.detach() for tensor in tensors)
             weights = dict(zip(keys, detached, strict=True))
-        self.send_each(dict.fromkeys(cells, weights), version=version)
+        return self.send_each(dict.fromkeys(cells, weights), version=version)
 
     def send_each(self, weights: Mapping[SnapshotCell, Weights], *, version: int = 0) -> int:
         """Publish to each cell its weights, all checked before any is written; return the version.

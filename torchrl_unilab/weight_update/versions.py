@@ -16,7 +16,6 @@ from torchrl_unilab.waits import poll_while
 from torchrl_unilab.weight_update.transport import UniLabShmTransport, WorkerIds
 
 POLL_SECONDS = 0.0005
-TOO_EARLY = "{0}: before {1} (expected it first). Give the scheme to a collector, or call {1}."
 
 
 class PolicyVersions(Protocol):
