@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from unittest.mock import Mock
@@ -304,8 +306,9 @@ def test_what_fits_one_worker_and_not_the_other_is_written_to_neither(apart):
 @pytest.mark.parametrize("kind", [_Single, lambda w: {"w": w}], ids=["module", "dict"])
 def test_a_publish_has_the_version_that_is_asked_for_or_the_next(apart, kind):
     first, second = apart.cells.values()
-    apart.send_weights(kind(torch.ones(2)), 0, version=10)
-    apart.send_weights(kind(torch.ones(4)), 1, version=3)
+    assert apart.send_weights(kind(torch.ones(2)), 0, version=10) == 10
+    assert apart.send_weights(kind(torch.ones(4)), 1, version=3) == 11
+    assert apart.send_weights(kind(torch.ones(4)), []) == 11  # to nobody
     assert (first.version, second.version) == (10, 11)
     apart.send_each({first: {"w": torch.ones(2)}}, version=20)
     apart.send_each({second: {"w": torch.ones(4)}}, version=3)
@@ -317,6 +320,18 @@ def test_one_cell_takes_the_version_that_is_asked_for(weights):
     with UniLabShmTransport({0: {"w": torch.zeros(2)}}) as transport:
         transport.send_weights(weights, version=10)
         assert transport.version == 10
+
+
+def test_modules_that_were_published_are_let_go_of():
+    with UniLabShmTransport({0: {"w": torch.zeros(2)}}) as transport:
+        published = []
+        for value in range(5):
+            module = _Single(torch.full((2,), float(value)))
+            transport.send_weights(module)
+            published.append(weakref.ref(module))
+        del module
+        gc.collect()
+        assert sum(reference() is not None for reference in published) <= 2
 
 
 def test_weights_that_workers_share_are_published_to_them_once():

@@ -8,7 +8,6 @@ team that continues where it was. `WorkerCollector` owns the team.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ class WorkerTeam:
                 self._serve("collect", self._tick)
                 self._outstanding.discard(worker)
             else:
-                self._retry(partial(self.group.send, worker, "collect", self._tick))
+                self._retry(self.group.send, worker, "collect", self._tick)
         self._asked = True
 
     def finish_tick(self) -> None:
@@ -115,7 +114,7 @@ class WorkerTeam:
         # Between two rollouts it answers, which may take as long as one, or as its start.
         timeout = None if self._timeout is None else max(self._timeout, START_SECONDS)
         return [
-            self._retry(partial(self.group.ask, worker, *request, timeout=timeout))
+            self._retry(self.group.ask, worker, *request, timeout=timeout)
             for worker, request in enumerate(requests)
         ]
 
@@ -162,7 +161,7 @@ class WorkerTeam:
         """
         self._retry(self.group.check)
 
-    def _retry(self, call: Callable[[], Any]) -> Any:
+    def _retry(self, call: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
         """Call, and repeat the call after each lost worker that is replaced; return its result.
 
         Raises:
@@ -170,7 +169,7 @@ class WorkerTeam:
         """
         while True:
             try:
-                return call()
+                return call(*arguments, **settings)
             except WorkerError as lost:
                 self._replace(lost)
 

@@ -105,7 +105,7 @@ class UniLabShmTransport(Owner):
         self._casts = casts
         self._optional = optional
         self._packers: dict[tuple[SnapshotCell, torch.device, int], DevicePacker] = {}
-        self._known: ModuleWeights | None = None  # of the last module that was published
+        self._known: dict[int, ModuleWeights] = {}  # of the last two modules published, by id
 
     @classmethod
     def create(
@@ -176,23 +176,26 @@ class UniLabShmTransport(Owner):
         """
         cells = self.unique_cells if worker_ids is None else self.select(worker_ids)
         if isinstance(weights, nn.Module):
-            known = self._known
+            known = self._known.get(id(weights))
             tensors = None if known is None else known.tensors(weights)
             if known is None or tensors is None:
-                known = self._known = ModuleWeights(weights)
+                if len(self._known) == 2:
+                    self._known.clear()
+                known = self._known[id(weights)] = ModuleWeights(weights)
                 tensors = known.tensors(weights) or []
             keys = known.keys
             if known.is_stateful:  # the order of its keys may have changed
                 extra = known.extra_state()
                 keys, tensors = (*known.names, *extra), [*tensors, *extra.values()]
             fits = not self._casts and all(cell.layout.keys == keys for cell in cells)
-            if fits and all(tensor.is_cpu for tensor in tensors):
+            if cells and fits and all(tensor.is_cpu for tensor in tensors):
                 if len(self.unique_cells) > 1:
                     for cell in cells:
                         cell.layout.check(tensors)
                     version = max(version, self.version + 1)
-                published = [cell.publish(tensors, version=version) for cell in cells]
-                return max(published) if published else self.version
+                for cell in cells:
+                    version = cell.publish(tensors, version=version)
+                return version
             detached = (tensor.detach() for tensor in tensors)
             weights = dict(zip(keys, detached, strict=True))
         return self.send_each(dict.fromkeys(cells, weights), version=version)
@@ -322,7 +325,7 @@ class UniLabShmTransport(Owner):
     cleanup = close
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_packers": {}, "_known": None}
+        return self.__dict__ | {"_packers": {}, "_known": {}}
 
 
 def _is_stacked(weights: Any) -> bool:
