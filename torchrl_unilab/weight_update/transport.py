@@ -66,7 +66,6 @@ class UniLabShmTransport(Owner):
         >>> weights = TensorDict(w=torch.zeros(2))
         >>> transport = UniLabShmTransport({0: weights, 1: weights})
         >>> transport.send_weights(TensorDict(w=torch.ones(2)))
-        >>> transport.version
         1
         >>> transport.close()
     """
