@@ -168,6 +168,7 @@ class SharedRows(Shards):
 
     def rewrite(self, positions: torch.Tensor, parts: Parts) -> None:
         """Write rows anew at positions that have been written, int64 [n]. Raises as `locked`."""
+        self.detach(parts, positions)
         for shard in range(self.shards):
             mine = (positions.remainder(self.shards) == shard).nonzero().squeeze(1)
             # An empty tensor would split into one empty part, which is no reason to take the lock.
@@ -186,11 +187,6 @@ class SharedRows(Shards):
         self.fill_at(shard, places, parts)
         fence()  # after the last one
         words[VERSION] += 1
-
-    def fill_at(self, shard: int, places: torch.Tensor, parts: Parts) -> None:
-        """Copy rows to places of a shard, which the caller holds."""
-        for target, part in zip(self.parts[shard], parts, strict=True):
-            target.index_copy_(0, places, part)
 
     def touch(self) -> None:
         """Change `revision`: rows have been changed through views."""

@@ -358,11 +358,14 @@ class Shards:
 
     def _copy(self, shard: int, place: int, places: torch.Tensor) -> None:
         """Copy the row at a place to others, int64 [n], as rows that follow none."""
-        parts = self.parts[shard]
-        rows = [part[place].expand(len(places), -1).clone() for part in parts]
+        rows = [part[place].expand(len(places), -1).clone() for part in self.parts[shard]]
         self.detach(rows, places * self.shards + shard)
-        for part, copies in zip(parts, rows, strict=True):
-            part[places] = copies
+        self.fill_at(shard, places, rows)
+
+    def fill_at(self, shard: int, places: torch.Tensor, parts: Parts) -> None:
+        """Copy rows to places of a shard, which the caller holds."""
+        for target, part in zip(self.parts[shard], parts, strict=True):
+            target.index_copy_(0, places, part)
 
     def _holder(self, shards: Iterable[int]) -> str:
         if loader := self._words[LOADING]:

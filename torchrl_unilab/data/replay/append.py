@@ -86,9 +86,7 @@ class RowAppender:
 
     def rewrite(self, positions: torch.Tensor, rows: TensorDictBase) -> None:
         """Write rows [n] anew at positions, int64 [n], that have been written."""
-        stage = self._stage(rows)
-        self._rows.detach(stage.parts, positions)
-        self._rows.rewrite(positions, stage.parts)
+        self._rows.rewrite(positions, self._stage(rows).parts)
 
     def replace(self, rows: TensorDictBase) -> None:
         """Replace all rows by rows [n], unless these are refused. Raises as `append`."""
