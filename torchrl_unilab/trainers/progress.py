@@ -17,7 +17,7 @@ from torchrl_unilab.trainers.reports import LearningCurve
 
 
 def stop_reason(
-    returns: LearningCurve, stop_at: float | None, max_seconds: float | None
+    returns: LearningCurve, stop_at: float | None = None, max_seconds: float | None = None
 ) -> str | None:
     """Return the reason why training stops, in words; None if it continues.
 

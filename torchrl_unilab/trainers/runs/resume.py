@@ -93,15 +93,19 @@ def resume_run(
     run = RunConfig(saved.run["env"], frames, saved.run["seed"], **(kept | options))
     # Without a summary, the run was killed between its last checkpoint and its summary.
     summarised = summarised_frames(path) >= saved.frames
+    returns = LearningCurve()
+    if (run.stop_at, run.max_seconds) != (None, None):
+        part = {"trainer_module.learning_curve": returns}
+        run_checkpoint(**part).load(saved.path, components=part)
     limits = [name for name in _LIMITS if summarised and name not in options]
-    reached = [name for name in limits if _stop_reason(saved, **{name: getattr(run, name)})]
+    reached = [name for name in limits if stop_reason(returns, **{name: getattr(run, name)})]
     run = run.replace(**dict.fromkeys(reached))
     if run.frames <= saved.frames and (run.frames < planned or summarised):
         raise RunCompleteError(
             f"{run_dir} is complete: {saved.frames} of {run.frames} frames have been collected "
             "(expected fewer). To go on, ask for more: frames, or --frames."
         )
-    if summarised and (end := _stop_reason(saved, run.stop_at, run.max_seconds)):
+    if summarised and (end := stop_reason(returns, run.stop_at, run.max_seconds)):
         raise RunCompleteError(
             f"{run_dir} is complete: {end} (expected less). To go on, ask for more, or leave "
             "stop_at and max_seconds out."
@@ -132,15 +136,3 @@ def _check_ranks(saved: SavedRun, run_dir: StrPath) -> None:
             f"cannot resume {run_dir}: {found} ranks for a run of {ranks} (expected as many). "
             f"Start it {way}."
         )
-
-
-def _stop_reason(
-    saved: SavedRun, stop_at: float | None = None, max_seconds: float | None = None
-) -> str | None:
-    """Return the reason why a run stops at its checkpoint, in words; None if it continues."""
-    if stop_at is None and max_seconds is None:
-        return None
-    returns = LearningCurve()
-    part = {"trainer_module.learning_curve": returns}
-    run_checkpoint(**part).load(saved.path, components=part)
-    return stop_reason(returns, stop_at, max_seconds)
