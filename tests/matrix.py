@@ -26,7 +26,6 @@ SETS: dict[str, list[str]] = {
         "numpy==2.0.*",
         "hydra-core==1.3.2",
         "pydantic==2.9.*",
-        "rich==13.*",
     ],
     "newest": ["--upgrade-strategy=eager", "--upgrade"],
 }

@@ -278,10 +278,7 @@ def _has_to_start(options: argparse.Namespace) -> bool:
 
 
 def _show(summary: Mapping[str, Any]) -> None:
-    """Print the results of a run as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Print the results of a run, one a line."""
     busy, frames, seconds = summary["busy"], summary["frames"], summary["seconds"]
     collectors = ", ".join(f"{share:.0%}" for share in busy["collectors"]) or "none"
     cells = {
@@ -292,15 +289,10 @@ def _show(summary: Mapping[str, Any]) -> None:
         "frames/s": f"{frames / seconds:,.0f}" if seconds else "none",
         "busy": f"learner {busy['learner']:.0%}, collectors {collectors}",
     }
-    console, table = Console(), Table(*cells)
-    table.add_row(*cells.values(), style="bold")
-    table.title = summary["env"]
-    table.caption = "deterministic: without exploration; busy: all but waits, collectors' cores"
-    if console.width < 80:  # it would cut numbers
-        for name, cell in cells.items():
-            print(f"{name}: {cell}")
-    else:
-        console.print(table)
+    print(summary["env"])
+    for name, cell in cells.items():
+        print(f"  {name}: {cell}")
+    print("deterministic: without exploration; busy: all but waits, collectors' cores")
 
 
 def _requested(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
