@@ -19,24 +19,28 @@ def test_logs_are_cut_after_the_frames_of_a_checkpoint_and_where_a_line_is_torn(
     scalars = tmp_path / "scalars"
     scalars.mkdir()
     (scalars / "return.csv").write_text("10,1.0\n20,2.0\n30,3.0\n40")
-    (scalars / "lr.csv").write_text("10,0.1\n")
+    (scalars / "time").mkdir()
+    (scalars / "time" / "lr.csv").write_text("10,0.1\n")
+    (scalars / "torn.csv").write_text("10,0.")
 
-    cut_logs(tmp_path, 20)
+    assert cut_logs(tmp_path, 20) == {"return": 20, "time/lr": 10}
 
-    assert sorted(os.listdir(scalars)) == ["lr.csv", "return.csv"]
+    assert sorted(os.listdir(scalars)) == ["return.csv", "time", "torn.csv"]
     assert (scalars / "return.csv").read_text() == "10,1.0\n20,2.0\n"
-    assert (scalars / "lr.csv").read_text() == "10,0.1\n"
+    assert (scalars / "time" / "lr.csv").read_text() == "10,0.1\n"
 
 
 def test_without_logs_there_is_nothing_to_cut(tmp_path):
-    cut_logs(tmp_path / "none", 20)
+    assert cut_logs(tmp_path / "none", 20) == {}
     assert not list(tmp_path.iterdir())
 
 
 def test_each_logger_of_a_run_gets_all_that_is_logged(tmp_path):
     both = [Mock(), Mock()]
-    logger = RunLogger(tmp_path, both)
-    logger.log_scalar("return", 1.5, step=7)
+    logger = RunLogger(tmp_path, both, {"return": 5})
+    logger.log_scalar("return", 1.25, step=5)  # there is one of this step
+    for _ in range(2):
+        logger.log_scalar("return", 1.5, step=7)
     logger.log_hparams({"lr": 0.1, "hidden": (8, 4), "env": "Hopper-v5", "slots": None})
     logger.close()
     settings = {"lr": 0.1, "hidden": "(8, 4)", "env": "Hopper-v5", "slots": "None"}

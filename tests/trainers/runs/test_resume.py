@@ -374,10 +374,12 @@ def test_a_line_of_a_log_that_is_none_is_left_out_by_a_resumed_run(run_dir):
     assert not {0, 0xFF} & {*log.read_bytes()}
 
 
-def test_a_run_whose_end_was_interrupted_is_ended_by_a_resumed_one(run_dir):
+def test_a_run_whose_end_was_interrupted_is_ended_by_a_resumed_one_that_logs_nothing_twice(run_dir):
     file = run_dir / "summary.json"
     summary = json.loads(file.read_text())
     file.write_text(json.dumps(summary | {"interrupted": True}))
+    logs = {log: log.read_text() for log in run_dir.joinpath("logs").rglob("*.csv")}
     assert not resume_run(run_dir, **QUIET)["interrupted"]
+    assert {log: log.read_text() for log in run_dir.joinpath("logs").rglob("*.csv")} == logs
     with pytest.raises(RunCompleteError):
         resume_run(run_dir, **QUIET)

@@ -45,9 +45,8 @@ def run_logger(
     Of a run that is resumed, what the files have of frames after `resumed_at` is removed. At the
     end of `closing` the loggers close, and with them their threads.
     """
-    if resumed_at is not None:
-        cut_logs(path / "logs", resumed_at)
-    logger = RunLogger(path, [_logger(name, path, resumed_at) for name in names])
+    logged = {} if resumed_at is None else cut_logs(path / "logs", resumed_at)
+    logger = RunLogger(path, [_logger(name, path, resumed_at) for name in names], logged)
 
     def close(kind: type[BaseException] | None, *_: object) -> None:
         # After another error, a full disk is not worth a second one.
@@ -71,14 +70,22 @@ def _logger(name: str, path: Path, resumed_at: int | None) -> Logger:
     return board
 
 
-def cut_logs(directory: Path, frames: int) -> None:
-    """Remove what TorchRL's `CSVLogger` logged, as "step,value", after so many frames."""
-    for path in directory.rglob("*.csv"):
+def cut_logs(directory: Path, frames: int) -> dict[str, float]:
+    """Remove what TorchRL's `CSVLogger` logged, as "step,value", after so many frames.
+
+    Returns:
+        The last step that is left of each scalar.
+    """
+    last, scalars = {}, directory / "scalars"
+    for path in scalars.rglob("*.csv"):
         # A process that was killed may have left half a line at the end, a lost disk anything.
         lines = path.read_text(errors="replace").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= frames]
         if kept != lines:
             write_whole(path, "".join(kept))
+        if kept:
+            last[path.relative_to(scalars).with_suffix("").as_posix()] = _step_of(kept[-1])
+    return last
 
 
 def _step_of(line: str) -> float:
@@ -98,22 +105,27 @@ class _CSVLogger(CSVLogger):
 class RunLogger(Logger):
     """Passes what a run logs, scalars and settings, on to several of TorchRL's loggers.
 
+    A scalar is logged once per step: a resumed run that collects nothing logs its end again.
+
     Args:
         path: The run's directory.
         loggers: The loggers.
+        logged: The last step that they have of each scalar; changed in place.
     """
 
-    def __init__(self, path: Path, loggers: Sequence[Logger]) -> None:
-        self.loggers = loggers
+    def __init__(self, path: Path, loggers: Sequence[Logger], logged: dict[str, float]) -> None:
+        self.loggers, self._logged = loggers, logged
         super().__init__("logs", str(path))
 
     def _create_experiment(self) -> None:
         """Make nothing: each logger has its own."""
 
     def log_scalar(self, name: str, value: float, step: int | None = None) -> None:
-        """Log a scalar."""
-        for logger in self.loggers:
-            logger.log_scalar(name, value, step=step)
+        """Log a scalar, unless the last of its name is of the same step."""
+        if step is None or self._logged.get(name) != step:
+            self._logged[name] = math.nan if step is None else step
+            for logger in self.loggers:
+                logger.log_scalar(name, value, step=step)
 
     def log_hparams(self, cfg: Mapping[str, Any]) -> None:
         """Log settings: numbers, flags and texts as they are, others as text."""

@@ -374,11 +374,10 @@ class Run:
         if not self.is_rank_zero:
             return summary
         write_summary(self.path, summary)
-        frames = trainer.collected_frames
-        if returns.curve and trainer._last_log.get("return") != frames:  # not logged yet
-            trainer.logger.log_scalar("return", returns.mean, step=frames)
-        if eval_return is not None and frames not in [one.frames for one in evaluations]:
-            trainer.logger.log_scalar("eval_return", eval_return, step=frames)
+        if returns.curve:
+            trainer.logger.log_scalar("return", returns.mean, step=trainer.collected_frames)
+        if eval_return is not None:
+            trainer.logger.log_scalar("eval_return", eval_return, step=trainer.collected_frames)
         return summary
 
     def _evaluate(self) -> float:
