@@ -377,6 +377,15 @@ def test_a_longer_time_limit_than_that_of_a_snapshot_continues():
     assert not other._state.episodes.truncated.any()
 
 
+def test_a_snapshot_of_another_frame_skip_is_refused_and_an_old_one_that_has_none_is_restored():
+    one, other = (make(make_task("Hopper-v5", frame_skip=skip), 0) for skip in (4, 8))
+    snapshot = one.snapshot()
+    with pytest.raises(ConfigError, match=r"of frame_skip 4 \(expected 8, the task's\)"):
+        other.restore(snapshot)
+    del snapshot["frame_skip"]
+    other.restore(snapshot)
+
+
 def test_reward_terms_are_there_after_a_snapshot_that_has_none():
     one, other = (make("Hopper-v5", 0, with_reward_terms=terms) for terms in (False, True))
     one.reset()

@@ -256,6 +256,7 @@ class EnvState:
             "to_stagger": self._to_stagger.copy(),
             "reward_terms": {name: term.copy() for name, term in self.shown_terms.items()},
             "num_diverged": self.num_diverged,
+            "frame_skip": self.task.frame_skip,
             "generators": [rng.bit_generator.state for rng in self._rngs],
         }
 
@@ -271,6 +272,12 @@ class EnvState:
             raise ConfigError(
                 f"restore: {found} generators (expected {len(self)}, one per simulation). Restore "
                 "what `snapshot` returned."
+            )
+        skip = self.task.frame_skip
+        if (saved_skip := state.get("frame_skip", skip)) != skip:  # old ones do not say
+            raise ConfigError(
+                f"restore: a snapshot of frame_skip {saved_skip} (expected {skip}, the task's). "
+                "Restore it into an environment of the same task."
             )
         self.physics.load_state_dict(state)
         self.episodes.load_state_dict(state["episodes"])
