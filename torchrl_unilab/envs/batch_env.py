@@ -332,18 +332,16 @@ class MujocoBatchEnv(EnvBase, metaclass=Constructor):
         if "_step" in keys or "next" in keys:
             return super().step(tensordict)
         self._assert_tensordict_shape(tensordict)
-        return tensordict.set("next", self._step_proc_data(self._step(tensordict)))
+        after = self._step(tensordict)
+        if self.run_type_checks:  # else nothing is to be completed: each key has its final shape
+            after = self._step_proc_data(after)
+        return tensordict.set("next", after)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         ids = self._selected(tensordict.get("_step", None))
         reward = self._state.step(self._read_action(tensordict), ids)
         self._outdate_pictures(ids)
         return self._output(reward=self._tensor(reward[:, None].astype(self.dtype)))
-
-    def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
-        if self.run_type_checks:
-            return super()._step_proc_data(next_tensordict_out)
-        return next_tensordict_out  # each key has its final shape: there is nothing to complete
 
     def _read_action(self, tensordict: TensorDictBase) -> NDArray[Any]:
         """Return the action as a contiguous array of floating-point numbers."""
