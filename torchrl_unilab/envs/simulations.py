@@ -13,6 +13,7 @@ from mujoco import mjtStage, mjtWarning
 from mujoco.batch import DATA_FIELDS, MODEL_FIELDS, Batch, SimulationError
 from numpy.typing import NDArray
 
+from torchrl_unilab.checks import as_instance
 from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
 from torchrl_unilab.envs.randomization import Ids, ModelRandomizer, Randomize
 from torchrl_unilab.envs.task import Array, MujocoTask
@@ -76,12 +77,9 @@ class Simulations:
         batch.reset()
         if randomization is None:
             randomization = task.randomization
-        several = isinstance(randomization, Sequence)
-        if not several or not all(isinstance(spec, Randomize) for spec in randomization):
-            raise ConfigError(
-                f"randomization of {task.name}: {randomization!r} (expected a sequence of "
-                "Randomize). Put it into a tuple."
-            )
+        what, remedy = f"randomization of {task.name}", "Give a tuple of Randomize."
+        for spec in as_instance(what, randomization, Sequence, remedy):
+            as_instance(what, spec, Randomize, remedy)
         self.randomizer = ModelRandomizer(batch, randomization, task.name, task.reads)
         self._name, self._frame_skip = task.name, task.frame_skip
         names = ("qpos", "qvel", *task.reads)

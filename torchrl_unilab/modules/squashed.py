@@ -265,19 +265,13 @@ def _bounds(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bounds as tensors of their own, [size]; refuse those that leave no room."""
     size = as_integer("size of actions", size, "Give the length of their vector.")
-    bounds = []
-    for name, value in (("low", low), ("high", high)):
-        bound = torch.as_tensor(value, dtype=torch.get_default_dtype())
-        if bound.shape not in ((), (size,)) or not bound.isfinite().all():
-            raise ConfigError(
-                f"action bound {name}: {value} (expected a finite number, or {size} of them). "
-                "Take the action spec's."
-            )
-        bounds.append(bound.expand(size).clone())
-    reach = bounds[1] - bounds[0]
+    bounds = [torch.as_tensor(bound, dtype=torch.get_default_dtype()) for bound in (low, high)]
+    fit = all(bound.shape in ((), (size,)) for bound in bounds)
+    reach = bounds[1] - bounds[0] if fit else torch.zeros(1)
     if not (reach.isfinite() & (reach > 0)).all():
         raise ConfigError(
-            f"action bounds: low {low}, high {high} (expected low < high in all dimensions, "
-            "and a finite difference). Give the environment's action spec bounds."
+            f"action bounds: low {low}, high {high} (expected low < high in all dimensions, each a "
+            f"finite number or {size} of them, and a finite difference). Take the action spec's."
         )
-    return bounds[0], bounds[1]
+    lowest, highest = (bound.expand(size).clone() for bound in bounds)
+    return lowest, highest
