@@ -6,9 +6,8 @@ updates take their steps by `StepGraphs`.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -133,16 +132,19 @@ class SideStream:
     def __init__(self, cuda: Any, device: torch.device) -> None:
         self._cuda, self._device, self._stream = cuda, device, cuda.Stream(device)
 
-    @contextlib.contextmanager
-    def fork(self) -> Iterator[None]:
-        """Launch what follows there, after the work queued on the current stream."""
-        self._stream.wait_stream(self._cuda.current_stream(self._device))
-        with self._cuda.stream(self._stream):
-            yield
+    def run_both(self, main: Callable[[], Any], side: Callable[[], Any]) -> tuple[Any, Any]:
+        """Launch `side` there, after the work queued on the current stream, and `main` on this.
 
-    def join(self) -> None:
-        """Let the current stream wait for the work there."""
-        self._cuda.current_stream(self._device).wait_stream(self._stream)
+        The current stream then waits for the work there.
+        """
+        current = self._cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with self._cuda.stream(self._stream):
+                beside = side()
+            return main(), beside
+        finally:
+            current.wait_stream(self._stream)
 
 
 def graphs_of(device: torch.device, ranks: Ranks) -> StepGraphs | None:

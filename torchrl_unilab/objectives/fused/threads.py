@@ -41,12 +41,7 @@ def run_both(thread: SideExecutor, main: Callable[[], _T], side: Callable[[], _U
     if thread is None:
         return main(), side()
     if isinstance(thread, SideStream):
-        try:
-            with thread.fork():
-                beside = side()
-            return main(), beside
-        finally:
-            thread.join()
+        return thread.run_both(main, side)
 
     def infer() -> _U:
         with torch.inference_mode():  # each thread has a mode of its own
