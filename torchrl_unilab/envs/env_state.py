@@ -207,16 +207,13 @@ class EnvState:
         if not len(ids):
             return
         start = time.perf_counter()
-        physics = self.physics
-        physics.randomizer.reset(ids)
-        states = [self.task.initial_state(self._rngs[i], *physics.start) for i in ids]
+        default = self.physics.start
+        states = [self.task.initial_state(self._rngs[i], *default) for i in ids]
         what = f"initial_state of {self.task.name}"
         if any(not isinstance(state, tuple | list) or len(state) != 2 for state in states):
             raise ConfigError(f"{what}: no pair (expected positions and velocities). Return both.")
         qpos, qvel = zip(*states, strict=True)
-        values = self._checked_state(what, qpos, qvel, ids)
-        self._draw_commands(ids)
-        self._place(ids, *values)
+        self._place(ids, *self._checked_state(what, qpos, qvel, ids))
         staggered = ids[self._to_stagger[ids]]
         if len(staggered):
             elapsed = [self._rngs[i].integers(self.episodes.limit) for i in staggered]
@@ -234,11 +231,8 @@ class EnvState:
         rows = simulations_of("set_state: ids", ids, len(self))
         values = self._checked_state("set_state", qpos, qvel, rows)
         order = np.argsort(rows)  # the batch takes sorted ids
-        rows = rows[order]
-        self.physics.randomizer.reset(rows)
-        self._draw_commands(rows)
-        self._place(rows, *(value[order] for value in values))
-        return rows
+        self._place(rows[order], *(value[order] for value in values))
+        return rows[order]
 
     def _checked_state(self, what: str, qpos: Any, qvel: Any, rows: Ids) -> list[Array]:
         """Return states for these simulations as arrays of finite numbers, a row for each."""
@@ -322,7 +316,9 @@ class EnvState:
             )
 
     def _place(self, ids: Ids, qpos: Array, qvel: Array) -> None:
-        """Start episodes of simulations `ids`, sorted, from these states."""
+        """Start episodes of simulations `ids`, sorted, from these states: all else is drawn."""
+        self.randomizer.reset(ids)
+        self._draw_commands(ids)
         self.physics.place(ids, qpos, qvel)
         if self._shows_terms:
             started = np.isin(np.arange(len(self)), ids)
