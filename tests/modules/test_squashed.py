@@ -176,6 +176,24 @@ def test_a_state_of_other_bounds_is_refused_and_one_of_these_loaded(make):
     make(3, 2).to("meta").load_state_dict(actor.state_dict(), assign=True)  # which has no bounds
 
 
+@pytest.mark.parametrize("make", [make_sac_actor, make_td3_actor])
+def test_an_actor_that_is_made_without_memory_is_checked_and_acts_once_a_state_is_loaded(make):
+    actor = make(3, 2, low=LOW, high=HIGH)
+    with torch.device("meta"):
+        later = make(3, 2, low=LOW, high=HIGH)
+        for bounds in ({"low": 2.0}, {"high": [1.0, 2.0, 3.0]}):
+            with pytest.raises(ConfigError, match="low < high"):
+                make(3, 2, **bounds)
+    assert {parameter.device.type for parameter in later.parameters()} == {"meta"}
+    later.load_state_dict(actor.state_dict(), assign=True)
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        data = _observations(4)
+        ours, theirs = (one(data.clone())["action"] for one in (later, actor))
+    torch.testing.assert_close(ours, theirs)
+    if make is make_sac_actor:
+        assert later.spec == actor.spec
+
+
 def test_a_state_whose_bounds_are_rounded_otherwise_is_loaded():
     actor = make_td3_actor(3, 2, low=LOW, high=HIGH)
     state = actor.state_dict()

@@ -141,7 +141,7 @@ class SquashedGaussianActor(DirectActor):
         super().__init__(
             parameters,
             in_keys=["loc", "scale"],
-            spec=Bounded(low, high, shape=low.shape, dtype=low.dtype),
+            spec=Bounded(low, high, shape=low.shape, dtype=low.dtype, device=low.device),
             distribution_class=SquashedNormal,
             distribution_kwargs={"low": low, "high": high},
         )
@@ -265,9 +265,12 @@ def _bounds(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bounds as tensors of their own, [size]; refuse those that leave no room."""
     size = as_integer("size of actions", size, "Give the length of their vector.")
-    bounds = [torch.as_tensor(bound, dtype=torch.get_default_dtype()) for bound in (low, high)]
+    # Bounds have values also where a network is made on the meta device, to be loaded later.
+    device = "cpu" if torch.get_default_device().type == "meta" else None
+    dtype = torch.get_default_dtype()
+    bounds = [torch.as_tensor(bound, dtype=dtype, device=device) for bound in (low, high)]
     fit = all(bound.shape in ((), (size,)) for bound in bounds)
-    reach = bounds[1] - bounds[0] if fit else torch.zeros(1)
+    reach = bounds[1] - bounds[0] if fit else bounds[0].new_zeros(1)
     if not (reach.isfinite() & (reach > 0)).all():
         raise ConfigError(
             f"action bounds: low {low}, high {high} (expected low < high in all dimensions, each a "
