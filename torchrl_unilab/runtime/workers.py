@@ -58,8 +58,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
 
     Raises:
         WorkerError: A worker failed while it started; the others are stopped.
-        ConfigError: This process is daemonic, and so may have none; or they share more descriptors
-            than a fork server passes.
+        ConfigError: This process is daemonic, and so may have none.
 
     Examples:
         >>> from torchrl_unilab.runtime import WorkerGroup
@@ -114,14 +113,13 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         try:
             process.start()
         except (OSError, ValueError) as error:
-            # CPython refuses more than 251, and Linux more than 249.
-            if error.args[0] not in ("too many fds", errno.EINVAL):
+            # A fork server passes few descriptors: CPython refuses 252, and Linux 250.
+            refused = error.args[0] in ("too many fds", errno.EINVAL)
+            if not refused or self._context.get_start_method() != "forkserver":
                 raise
-            raise ConfigError(
-                f"cannot start {len(self._arguments)} {self._name}s: more descriptors each than "
-                "a fork server passes (expected at most 249). Use fewer, with more environments "
-                "each, or in a script multiprocessing.set_start_method('spawn')."
-            ) from error
+            self._context = mp.get_context("spawn")
+            here.close()
+            return self._start(index)
         finally:
             pickled.close()
             there.close()
