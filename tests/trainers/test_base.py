@@ -16,7 +16,7 @@ from tests.support.off_policy_training import off_policy_trainer
 from tests.support.training import QUICK, appo_loss, appo_trainer, trainer_of
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.hydra import factories
+from torchrl_unilab.hydra.nodes import TAKEN
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig, OffPolicyTrainer, base
 from torchrl_unilab.trainers.base import NORM, REPLACEMENTS, check_arguments
@@ -117,9 +117,7 @@ def test_arguments_of_stock_trainers_of_their_types_are_accepted(trainer, config
 @BOTH
 def test_each_argument_of_the_stock_trainer_is_of_ours_or_passed_on_or_refused(trainer, config):
     own = inspect.signature(trainer.__init__).parameters
-    assert {*STOCK} - {*own} - {"seed"} - factories._PASSED == {*STOCK} & {
-        *REPLACEMENTS[type(config)]
-    }
+    assert {*STOCK} - {*own} - TAKEN == {*STOCK} & {*REPLACEMENTS[type(config)]}
 
 
 @pytest.mark.parametrize("kind", REPLACEMENTS)
