@@ -6,6 +6,6 @@ Nothing here imports torch, so that the command line and Hydra know all settings
 from torchrl_unilab.configs.algorithms import SETTINGS
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.configs.off_policy import OffPolicyConfig
-from torchrl_unilab.configs.run import RunConfig
+from torchrl_unilab.configs.run import Config, RunConfig
 
-__all__ = ["SETTINGS", "APPOConfig", "OffPolicyConfig", "RunConfig"]
+__all__ = ["SETTINGS", "APPOConfig", "Config", "OffPolicyConfig", "RunConfig"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchrl_unilab.configs.appo import APPO_TASKS, APPOConfig
 from torchrl_unilab.configs.off_policy import OFF_POLICY_TASKS, Algorithm, OffPolicyConfig
-from torchrl_unilab.configs.run import RunConfig
+from torchrl_unilab.configs.run import Config, RunConfig
 from torchrl_unilab.configs.settings import Settings, nearest
 from torchrl_unilab.errors import ConfigError
 
@@ -34,7 +34,7 @@ class AlgorithmSettings:
 
     title: str
     kind: type[Settings]
-    for_task: Callable[..., APPOConfig | OffPolicyConfig]
+    for_task: Callable[..., Config]
     tasks: Collection[str]
 
 
@@ -51,7 +51,7 @@ SETTINGS: Mapping[str, AlgorithmSettings] = {
 """The settings of all algorithms, by name."""
 
 
-def without_own_settings(env: str, config: APPOConfig | OffPolicyConfig) -> str | None:
+def without_own_settings(env: str, config: Config) -> str | None:
     """Describe the settings used for a task without its own; None if the task has its own."""
     if env in SETTINGS[config.algorithm].tasks:
         return None
@@ -64,7 +64,7 @@ def without_own_settings(env: str, config: APPOConfig | OffPolicyConfig) -> str 
     )
 
 
-def run_settings(run: RunConfig, config: APPOConfig | OffPolicyConfig) -> dict[str, Any]:
+def run_settings(run: RunConfig, config: Config) -> dict[str, Any]:
     """Return everything needed to repeat a run, by name, as in ``config.yaml``.
 
     Examples:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import Field
 
@@ -23,7 +23,9 @@ from torchrl_unilab.configs.settings import (
 )
 from torchrl_unilab.errors import ConfigError
 
-Config = TypeVar("Config", APPOConfig, OffPolicyConfig)
+Config: TypeAlias = APPOConfig | OffPolicyConfig
+"""The settings of any algorithm."""
+ConfigT = TypeVar("ConfigT", APPOConfig, OffPolicyConfig)
 
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1, description=f"an integer within [0, {2**32 - 1}]")]
 
@@ -99,14 +101,14 @@ class RunConfig(Settings):
     @classmethod
     def given(
         cls,
-        kind: type[Config],
-        config: Config | None,
+        kind: type[ConfigT],
+        config: ConfigT | None,
         env: str,
         frames: int,
         seed: int,
         /,
         **options: Any,
-    ) -> tuple[RunConfig, Config]:
+    ) -> tuple[RunConfig, ConfigT]:
         """Return the settings that a function was given for a run, and the algorithm's.
 
         Args:

@@ -19,12 +19,12 @@ from torchrl_unilab.checks import as_choice, as_integer
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.arguments import policy_scheme
 from torchrl_unilab.collectors.worker import closing_env
-from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig
+from torchrl_unilab.configs import SETTINGS, APPOConfig, Config, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.hydra.nodes import TAKEN
 from torchrl_unilab.trainers.base import check_arguments, leave_out
-from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
+from torchrl_unilab.trainers.runs.budget import check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
 

@@ -20,7 +20,7 @@ from torchrl.trainers import CountFramesLog, LogScalar, Trainer, UpdateWeights, 
 from torchrl_unilab.checks import as_instance
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.collectors.base import WorkerCollector
-from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
+from torchrl_unilab.configs import APPOConfig, Config, OffPolicyConfig
 from torchrl_unilab.errors import CheckpointError, ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.limits import launcher_env
 from torchrl_unilab.modules import ObservationNormalizer
@@ -161,7 +161,7 @@ class RankTrainer(Trainer):
         normalizers: Observation key to the normaliser in the networks that learns from it.
     """
 
-    config: APPOConfig | OffPolicyConfig
+    config: Config
     ranks: Ranks
     normalizers: Mapping[str, ObservationNormalizer]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -22,8 +22,7 @@ from torchrl_unilab.checks import as_integer
 from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.replay import row_keys
 from torchrl_unilab.collectors.worker import example_rollout, reward_terms
-from torchrl_unilab.configs.appo import APPOConfig
-from torchrl_unilab.configs.off_policy import OffPolicyConfig
+from torchrl_unilab.configs import APPOConfig, Config, OffPolicyConfig
 from torchrl_unilab.data.pipeline.pipeline import SLOTS
 from torchrl_unilab.data.replay.form import RowForm
 from torchrl_unilab.data.replay.gather import batch_nbytes
@@ -44,8 +43,6 @@ from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import free_bytes, named_by_default, named_directory
 from torchrl_unilab.shm.seqlock import SnapshotCell
 from torchrl_unilab.weight_update.module_weights import named_tensors
-
-Config: TypeAlias = APPOConfig | OffPolicyConfig
 
 PROCESS_BYTES = 300 << 20
 """Private memory of a process with Python, torch and TorchRL: 285 to 310 MiB measured on Linux."""

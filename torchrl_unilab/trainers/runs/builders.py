@@ -20,7 +20,7 @@ from torchrl.objectives import LossModule, SACLoss, TD3Loss
 
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.arguments import CreateEnv, find_device
-from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
+from torchrl_unilab.configs import APPOConfig, Config, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.limits import check_memory
 from torchrl_unilab.modules import (
@@ -39,7 +39,6 @@ from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
 from torchrl_unilab.trainers.runs.budget import (
     EVALUATION_ITEMS,
-    Config,
     RunBudget,
     RunSizes,
     replay_items,

@@ -7,9 +7,8 @@ from torchrl.data.tensor_specs import ContinuousBox
 from torchrl.envs import EnvBase
 
 from torchrl_unilab.checks import as_choice
-from torchrl_unilab.configs.appo import APPOConfig
+from torchrl_unilab.configs import APPOConfig, Config
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers.runs.budget import Config
 
 
 def observation_sizes(env: EnvBase, config: Config) -> dict[str, int]:

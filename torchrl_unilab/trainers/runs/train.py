@@ -17,7 +17,7 @@ import torch
 
 from torchrl_unilab.collectors.arguments import CreateEnv, check_factory
 from torchrl_unilab.collectors.worker import closing_env, on_host
-from torchrl_unilab.configs import APPOConfig, OffPolicyConfig, RunConfig
+from torchrl_unilab.configs import APPOConfig, Config, OffPolicyConfig, RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT, run_settings, without_own_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, StrPath, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
@@ -27,7 +27,7 @@ from torchrl_unilab.runtime.ranks import Ranks, shapes_of
 from torchrl_unilab.trainers.evaluation import MOST_AT_ONCE, BackgroundEvaluation, Videos, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
 from torchrl_unilab.trainers.progress import can_draw, log_progress, stop_reason, stop_when
-from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
+from torchrl_unilab.trainers.runs.budget import check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
     RunCheckpoints,
