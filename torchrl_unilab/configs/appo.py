@@ -28,7 +28,6 @@ Pool = Annotated[int, Field(ge=1, le=MAX_POOL, description=f"an integer within [
 Correlation = Annotated[
     float, Field(ge=0, le=0.999, description="a finite number within [0, 0.999]")
 ]
-Overflow = Literal["overwrite", "block"]
 Pull = Literal["step", "rollout"]
 """What a run offers of `UniLabShmScheme`'s `pull`: without ``"manual"``, as no run calls it."""
 
@@ -119,7 +118,7 @@ class APPOConfig(AlgorithmConfig):
         True, "draw the first episodes' time limits at random, so that not all end in one step"
     )
     slots: Count | None = setting(None, "slots of the rollout ring; None: one per collector")
-    overflow: Overflow = setting(
+    overflow: Literal["overwrite", "block"] = setting(
         "block",
         "what a collector does without a free slot: block waits for one, overwrite drops its "
         "oldest unread rollout; with lockstep always block",
