@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from tests.support.processes import (
     receive,
     server_of_this_process,
     use_server,
+    wait_for,
     within,
 )
 from tests.support.serving import LARGE, gone, make_group, serve, stop_process
@@ -110,6 +112,21 @@ def test_workers_that_are_asked_to_end_do_so_by_themselves(monkeypatch):
 
     assert len(group) == 0
     assert gone(pids)
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_worker_of_which_only_the_system_knows_that_it_is_dead_is_not_killed(
+    dead, lone, monkeypatch
+):
+    worker = lone._workers[0]
+    os.kill(lone.pids[0], signal.SIGKILL if dead else 0)
+    wait_for(lambda: worker.alive is not dead)
+    unaware = Mock(wraps=worker.process, is_alive=lambda: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "process", unaware)
+        worker.kill()
+    assert unaware.kill.called is not dead
+    assert unaware.join.called
 
 
 def test_threads_stop_a_group_together_and_return_when_it_has_ended(lone):

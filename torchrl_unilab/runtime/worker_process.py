@@ -69,7 +69,8 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill it, if it lives; return when it is dead."""
         if self.process.is_alive():
-            self.process.kill()
+            if self.alive:  # else its fork server is about to say that it is dead
+                self.process.kill()
             self.process.join()
         while self.alive:
             assert self._system is not None, "what lives is known"
