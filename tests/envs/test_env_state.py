@@ -379,9 +379,8 @@ def test_a_longer_time_limit_than_that_of_a_snapshot_continues():
 
 def test_a_snapshot_of_another_frame_skip_is_refused_and_an_old_one_that_has_none_is_restored():
     one, other = (make(make_task("Hopper-v5", frame_skip=skip), 0) for skip in (4, 8))
-    snapshot = one.snapshot()
     with pytest.raises(ConfigError, match=r"of frame_skip 4 \(expected 8, the task's\)"):
-        other.restore(snapshot)
+        other.restore(snapshot := one.snapshot())
     del snapshot["frame_skip"]
     other.restore(snapshot)
 

@@ -179,7 +179,7 @@ class APPOLoss(LossModule):
         self.steps = 0  # an int: counting never waits for a device
         self._estimated_at: int | None = None  # value of `steps` at the last `estimate`
         self._updated_at: int | None = 0  # value of `steps` at the last move of the target policy
-        self._idle = False  # losses were taken since the last move of the target policy
+        self._losses_taken = False  # losses were taken since the last move of the target policy
         self._warned = False  # of that
 
     @property
@@ -241,7 +241,7 @@ class APPOLoss(LossModule):
         log_b, action = needed(keys.sample_log_prob), needed(keys.action)
         signals = keys.reward, keys.done, keys.terminated
         reward, done, terminated = (needed(("next", key)).squeeze(-1) for key in signals)
-        if self._idle and self.steps == 0 and not self._warned:
+        if self._losses_taken and self.steps == 0 and not self._warned:
             self._warned = True
             torchrl_logger.warning(
                 "APPOLoss: losses were taken, and the target policy has not moved (expected a call "
@@ -299,7 +299,7 @@ class APPOLoss(LossModule):
         """
         keys = self.tensor_keys
         if torch.is_grad_enabled():
-            self._idle = True
+            self._losses_taken = True
         remedy = "Call `estimate` with the rollouts first."
         log_t = entry_of("APPOLoss", tensordict, keys.target_log_prob, remedy)
         dist = _build(self.actor_network, _dist_params(self.actor_network, tensordict))
@@ -346,7 +346,6 @@ class APPOLoss(LossModule):
     def step_target(self) -> None:
         """Count an optimiser step; move the target policy every `target_update_freq`."""
         self.steps += 1
-        self._idle = False
         if self.target_update_freq is not None and self.steps % self.target_update_freq == 0:
             self.update_target()
 
@@ -356,7 +355,7 @@ class APPOLoss(LossModule):
         current, target = self.actor_network.parameters(), self.target_actor_network.parameters()
         torch._foreach_lerp_(list(target), list(current), self.tau)
         self.sync_target_buffers()
-        self._updated_at, self._idle = self.steps, False
+        self._updated_at, self._losses_taken = self.steps, False
 
     @torch.no_grad()
     def sync_target_buffers(self) -> None:
