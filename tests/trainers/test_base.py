@@ -180,6 +180,21 @@ def test_the_end_is_saved_though_no_checkpoint_is_due(make, batches, tmp_path):
     assert Checkpoint.manifest(tmp_path / "end")
 
 
+@pytest.mark.parametrize(("seconds", "times"), [(None, 0), (100.0, 5), (600.0, 1)])
+@OF_ONE_UPDATE
+def test_checkpoints_come_by_the_clock_however_few_frames_came(
+    make, batches, seconds, times, monkeypatch, tmp_path
+):
+    trainer, clock = make(), iter(range(60, 660, 60))
+    trainer.checkpoint, trainer.save_trainer_file = Checkpoint(), tmp_path / "end"
+    trainer.checkpoint_seconds, trainer._saved_at = seconds, 0.0
+    monkeypatch.setattr(base, "time", Mock(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(trainer, "_save_trainer", saved := Mock())
+    for _ in range(10):  # in ten minutes
+        trainer.save_trainer()
+    assert saved.call_count == times
+
+
 def test_a_policy_without_parameters_is_not_taken_for_another_than_the_losses(monkeypatch):
     monkeypatch.setattr(base.torchrl_logger, "warning", warned := Mock())
     loss = appo_loss(APPOConfig(**QUICK), ObservationNormalizer(4))

@@ -78,7 +78,7 @@ class RunConfig(Settings):
         False, "write trace.json, a timeline of all processes, for ui.perfetto.dev"
     )
     checkpoint_interval: Count | None = setting(
-        None, "frames between checkpoints; None: a quarter of `frames`"
+        None, "frames between checkpoints; None: a quarter of `frames`, and one every ten minutes"
     )
     keep_checkpoints: Count = setting(
         2, "newest checkpoints to keep; with 2, one can be loaded while the run goes on"

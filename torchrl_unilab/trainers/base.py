@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Integral, Number
@@ -159,14 +160,18 @@ class RankTrainer(Trainer):
     Attributes:
         ranks: The processes that learn together.
         normalizers: Observation key to the normaliser in the networks that learns from it.
+        checkpoint_seconds: Seconds after which a checkpoint is saved, too, however few frames were
+            collected; None, the default, for never.
     """
 
+    checkpoint_seconds: float | None = None
     config: Config
     ranks: Ranks
     normalizers: Mapping[str, ObservationNormalizer]
 
     def __init__(self, *, collector: Any, loss_module: nn.Module, **kwargs: Any) -> None:
         super().__init__(collector=collector, loss_module=loss_module, **kwargs)
+        self._saved_at = time.monotonic()
         self._compared = False  # whether settings were compared with those of other ranks
         if isinstance(collector, WorkerCollector):
             acting = {*collector.policy.parameters()}
@@ -333,4 +338,7 @@ class RankTrainer(Trainer):
         if self.ranks.rank == 0:
             if self.save_trainer_file is not None:
                 Path(self.save_trainer_file).parent.mkdir(parents=True, exist_ok=True)
+            now, most = time.monotonic(), self.checkpoint_seconds
+            if most is not None and now - self._saved_at >= most:
+                force_save, self._saved_at = True, now
             super().save_trainer(force_save)

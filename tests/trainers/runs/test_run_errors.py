@@ -154,14 +154,16 @@ def test_a_collectors_environments_are_made_as_the_settings_say(tmp_path, stagge
     assert create_env.keywords == {"num_envs": 3, "num_threads": 2, "stagger": stagger}
 
 
-def test_a_trainer_is_made_as_the_plan_says(tmp_path):
-    plan = RunConfig("Hopper-v5", 10_000, checkpoint_interval=700, progress_bar=False)
+@pytest.mark.parametrize(("interval", "after", "seconds"), [(700, 699, None), (None, 2499, 600.0)])
+def test_a_trainer_is_made_as_the_plan_says(tmp_path, interval, after, seconds):
+    plan = RunConfig("Hopper-v5", 10_000, checkpoint_interval=interval, progress_bar=False)
     run = Run(plan, APPOConfig(), tmp_path / "run")
     run.learner, made = Mock(), Mock()
     run.algorithm = dataclasses.replace(run.algorithm, trainer=made)
-    run._make_trainer(Mock(frames_per_batch=8), Mock())
+    trainer = run._make_trainer(Mock(frames_per_batch=8), Mock())
+    assert trainer.checkpoint_seconds == seconds
     # TorchRL saves and logs after more than the interval.
-    expected = {"total_frames": 10_000, "save_trainer_interval": 699, "log_interval": 80}
+    expected = {"total_frames": 10_000, "save_trainer_interval": after, "log_interval": 80}
     expected |= {"seed": run._acting_seed, "progress_bar": False}
     assert expected.items() <= made.call_args.kwargs.items()
 

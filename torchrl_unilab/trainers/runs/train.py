@@ -263,7 +263,7 @@ class Run:
         names = ("env", "algo", "seed", OWN_ENVIRONMENT)
         run = {name: value for name, value in self.settings.items() if name in names}
         run |= dataclasses.asdict(self.config) | {"ranks": self.ranks.size}
-        return self.algorithm.trainer(
+        trainer = self.algorithm.trainer(
             collector=collector,
             loss_module=self.learner.loss,
             total_frames=options.frames,
@@ -281,6 +281,8 @@ class Run:
             save_trainer_interval=options.interval - 1,  # TorchRL waits for more than this
             log_interval=min(10 * collector.frames_per_batch, options.frames // 20),
         )
+        trainer.checkpoint_seconds = None if options.checkpoint_interval else 600.0
+        return trainer
 
     def _start_evaluation(self, interval: int, scheme: UniLabShmScheme) -> BackgroundEvaluation:
         options, filmed = self.options, self.options.video_interval
