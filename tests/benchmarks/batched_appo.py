@@ -6,7 +6,6 @@ are rows of one tensor. `tests.benchmarks.screen` trains with it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,33 +20,16 @@ from torchrl_unilab.trainers import APPOConfig
 
 
 @dataclass(frozen=True)
-class Extras:
-    """What the program does not have.
-
-    Attributes:
-        log_std_floor: Least log standard deviation.
-        value_norm: The critic predicts value targets of zero mean and unit variance.
-        cap_bt: Bound of b / t in the surrogate's ratio.
-    """
-
-    log_std_floor: float = -math.inf
-    value_norm: bool = False
-    cap_bt: float = 1.0
-
-
-@dataclass(frozen=True)
 class Member:
     """One of the runs that are trained together.
 
     Attributes:
         seed: Seed of the initial networks.
         config: Settings. One rollout is learnt from, and the target policy moves with it.
-        extras: What the program does not have.
     """
 
     seed: int
     config: APPOConfig
-    extras: Extras = Extras()
 
 
 class BatchedTanhNetworks:
@@ -72,11 +54,6 @@ class BatchedTanhNetworks:
     def size(sizes: Sequence[int]) -> int:
         """Return the number of parameters of one network."""
         return sum((n_in + 1) * n_out for n_in, n_out in pairwise(sizes))
-
-    @property
-    def last(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [S, n_out, n_in] and biases [S, n_out, 1] of the last layer."""
-        return self._layers[-1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return outputs [S, n_out, N] of `x`, [S, n_in, N]."""
@@ -160,26 +137,19 @@ class BatchedLearner:
         flat = torch.stack([_initial(sizes, member) for member in members])
         self.policies = Policies(flat, sizes, self.config.hidden)
         self._moments = torch.zeros_like(flat), torch.zeros_like(flat)
-        self._steps, self._rollouts = torch.zeros(()), 0
+        self._steps = torch.zeros(())
         self.max_lr = self._each(lambda m: m.config.lr)
         self.lr = self.max_lr.clone()
         self.discounts = [member.config.gamma for member in members]
-        self.value_mean = flat.new_zeros(len(flat), 1, 1)
-        self.value_std = torch.ones_like(self.value_mean)
         # What each step reads, [S, 1].
         self._desired_kl = self._each(lambda m: m.config.desired_kl)
         self._max_grad_norm = self._each(lambda m: m.config.max_grad_norm)
         self._entropy_coeff = self._each(lambda m: m.config.entropy_coeff)
         self._critic_coeff = self._each(lambda m: m.config.critic_coeff).unsqueeze(2)
-        self._floor = self._each(lambda m: m.extras.log_std_floor)
 
     def _each(self, read: Callable[[Member], float]) -> torch.Tensor:
         """Return a setting of each member, [S, 1]."""
         return self.policies.flat.new_tensor([[read(member)] for member in self.members])
-
-    def value(self, x: torch.Tensor) -> torch.Tensor:
-        """Return values [S, 1, N] of normalised observations."""
-        return self.policies.critic.forward(x) * self.value_std + self.value_mean
 
     def update(
         self, rollout: dict[str, torch.Tensor], orders: Sequence[torch.Tensor] | None = None
@@ -216,15 +186,14 @@ class BatchedLearner:
         action, log_b = rollout["action"].flatten(2), rollout["log_prob"].flatten(2)
         loc = policies.actor.forward(x)
         log_t = policies.log_prob((action - loc) * policies.log_std.neg().exp().unsqueeze(2))
-        value = self.value(x)
-        target, advantage = self._traced(rollout, log_t - log_b, value, self.value(after))
+        value = policies.critic.forward(x)
+        next_value = policies.critic.forward(after)
+        target, advantage = self._traced(rollout, log_t - log_b, value, next_value)
         unexplained = (target - value).var(2, correction=0)
         explained = 1.0 - unexplained / target.var(2, correction=0).clamp(min=1e-8)
         advantage = advantage - advantage.mean(2, keepdim=True)
         advantage /= advantage.std(2, keepdim=True) + 1e-8
-        self._follow_values(target)
         clip = self._each(lambda m: m.config.clip_epsilon).unsqueeze(2)
-        cap = self._each(lambda m: math.log(m.extras.cap_bt)).unsqueeze(2)
         actions = loc.shape[1]
         variance = (2.0 * policies.log_std).exp().unsqueeze(2).expand_as(loc)
         columns = (
@@ -233,11 +202,11 @@ class BatchedLearner:
             loc,
             variance,
             # log(min(b / t, 1) / b), and what is constant of log p and of the KL divergence
-            torch.minimum(log_b - log_t, cap) - log_b - actions * HALF_LOG_2PI,
+            (log_b - log_t).clamp(max=0.0) - log_b - actions * HALF_LOG_2PI,
             variance.log().sum(1, keepdim=True).add(actions).mul(-0.5),
             advantage,
             torch.maximum((1.0 - clip) * advantage, (1.0 + clip) * advantage),
-            (target - self.value_mean) / self.value_std,
+            target,
         )
         return torch.cat(columns, 1), explained.flatten()
 
@@ -270,19 +239,6 @@ class BatchedLearner:
             traced.append(torch.stack(targets_and_advantages).flatten(1))
         return torch.stack(traced, 1).unsqueeze(2).unbind(0)
 
-    def _follow_values(self, target: torch.Tensor) -> None:
-        """Move mean and deviation towards the targets', and keep all values as they are."""
-        self._rollouts += 1
-        share = max(0.01, 1.0 / self._rollouts)
-        rate = self._each(lambda m: share * m.extras.value_norm).unsqueeze(2)
-        std, mean = torch.std_mean(target, 2, keepdim=True)
-        old_mean, old_std = self.value_mean, self.value_std
-        self.value_mean = old_mean.lerp(mean, rate)
-        self.value_std = old_std.lerp(std, rate).clamp(min=1e-4)
-        weight, bias = self.policies.critic.last
-        weight.mul_(old_std / self.value_std)
-        bias.mul_(old_std).add_(old_mean).sub_(self.value_mean).div_(self.value_std)
-
     def _step(self, columns: torch.Tensor, *, steered: bool) -> torch.Tensor:
         """Take a step on a minibatch, [S, k, N]; return the KL divergences, [S]."""
         policies = self.policies
@@ -313,7 +269,6 @@ class BatchedLearner:
         norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
         gradient.mul_((self._max_grad_norm / (norm + 1e-6)).clamp_(max=1.0))
         self._adam(gradient)
-        policies.log_std.clamp_(min=self._floor)
         if steered:
             lr = kl_adapted_lr(self.lr, kl.unsqueeze(1), self._desired_kl, max_lr=1.0)
             self.lr = torch.minimum(lr, self.max_lr)

@@ -2,7 +2,7 @@
 
 ``python -m tests.benchmarks.screen Swimmer-v5 --frames 400000 --set "" --set "lr=3e-4 anneal=1"``
 
-Each ``--set`` is a variant: settings of `APPOConfig` and of `Extras`, on top of the task's own.
+Each ``--set`` is a variant: settings of `APPOConfig`, on top of the task's own.
 All seeds of a variant share one environment, and batched networks; nothing else mixes them.
 ``--together`` trains all variants at once, too, where these agree in the sizes of what they do. It
 is not the program: there are no processes, and each rollout is acted by the policy of one
@@ -13,7 +13,6 @@ side. Choose settings by it, and measure them with the program.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from tests.benchmarks.batched_appo import BatchedLearner, Extras, Member, Policies
+from tests.benchmarks.batched_appo import BatchedLearner, Member, Policies
 from tests.benchmarks.learn import parse_settings
 from torchrl_unilab.collectors.metrics import EpisodeLog
 from torchrl_unilab.envs import MujocoBatchEnv
@@ -171,12 +170,8 @@ def _rounded(values: torch.Tensor) -> list[float]:
 
 def make_member(task: str, variant: str, seed: int) -> Member:
     """Return a variant's run of a seed."""
-    names = {field.name for field in dataclasses.fields(Extras)}
-    words = variant.split()
-    own = [word for word in words if word.partition("=")[0] in names]
-    settings = parse_settings(APPOConfig, [word for word in words if word not in own])
-    extras = Extras(**parse_settings(Extras, own))
-    return Member(seed, APPOConfig.for_task(task, **settings), extras)
+    settings = parse_settings(APPOConfig, variant.split())
+    return Member(seed, APPOConfig.for_task(task, **settings))
 
 
 def screen(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.benchmarks.batched_appo import BatchedLearner, Extras, Member
+from tests.benchmarks.batched_appo import BatchedLearner, Member
 from tests.benchmarks.screen import Screen
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss
@@ -127,26 +127,6 @@ def test_each_seed_learns_as_by_the_loss_and_its_stepper(seeds, max_grad_norm):
         close = {"rtol": 1e-9, "atol": 1e-9}
         torch.testing.assert_close(learner.policies.flat[seed], parameters, **close)
         torch.testing.assert_close(learner.lr[seed, 0], lr, check_dtype=False, rtol=1e-6, atol=0.0)
-
-
-def test_a_new_scale_of_the_values_leaves_them_as_they_are():
-    config = APPOConfig(**SETTINGS)
-    members = [Member(0, config), Member(0, config, Extras(value_norm=True))]
-    learner = BatchedLearner((OBS, ACT), members)
-    x, target = torch.randn(2, OBS, 9), 50.0 + 20.0 * torch.randn(2, 1, 30)
-    before = learner.value(x)
-    for scale, mean in ((1.0, 1.0), (0.1, 0.55)):  # of the first, then of both
-        learner._follow_values(scale * target)
-        torch.testing.assert_close(learner.value(x), before)
-        torch.testing.assert_close(learner.value_mean[1], mean * target[1].mean(1, keepdim=True))
-        assert learner.value_mean[0] == 0.0
-
-
-def test_the_deviation_stays_above_its_floor():
-    config = APPOConfig(**SETTINGS)
-    learner = BatchedLearner((OBS, ACT), [Member(0, config, Extras(log_std_floor=-0.4))])
-    learner.update(_rollouts(1)[0])
-    assert learner.policies.log_std.min() == -0.4
 
 
 def test_settings_that_it_does_not_know_are_refused():
