@@ -1,4 +1,4 @@
-"""Memory and cores that this process may use, by machine and control groups; status of others.
+"""Memory and cores that this process may use, by machine and control groups.
 
 Shared pages count like private ones. `SharedSegment` asks for memory before it allocates, the
 budget of a run for both before it starts.
@@ -33,14 +33,6 @@ def launcher_env(name: str, default: int) -> int:
 def local_ranks() -> int:
     """Return how many ranks torchrun started on this machine, which they share; 1 without it."""
     return max(1, launcher_env("LOCAL_WORLD_SIZE", 1))
-
-
-def process_status(pid: int | None) -> str:
-    """Return the status of a process, this one for None, in psutil's words; ended is a zombie."""
-    try:
-        return str(psutil.Process(pid).status())
-    except psutil.NoSuchProcess:
-        return psutil.STATUS_ZOMBIE
 
 
 def available_memory() -> int:

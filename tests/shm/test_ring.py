@@ -28,10 +28,10 @@ from tests.support.rings import (
 )
 from tests.support.striking import exit_code_of
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
+from torchrl_unilab.processes import this_process
 from torchrl_unilab.shm import ring_writer
 from torchrl_unilab.shm import segment as segment_module
 from torchrl_unilab.shm.layout import BlockLayout
-from torchrl_unilab.shm.liveness import this_process
 from torchrl_unilab.shm.ring import RolloutRing
 
 

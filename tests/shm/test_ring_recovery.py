@@ -29,9 +29,9 @@ from tests.support.rings import (
     write_until_told,
 )
 from torchrl_unilab.errors import PeerGoneError, UsageError, WaitTimeoutError
+from torchrl_unilab.processes import process_is_alive, this_process
 from torchrl_unilab.shm import ring as ring_module
 from torchrl_unilab.shm import ring_writer
-from torchrl_unilab.shm.liveness import process_is_alive, this_process
 from torchrl_unilab.shm.ring import RolloutRing
 
 OVERFLOW = pytest.mark.parametrize("overflow", ["overwrite", "block"])

@@ -31,8 +31,8 @@ from torchrl_unilab.errors import (
     SegmentClosedError,
     SegmentError,
 )
+from torchrl_unilab.processes import this_process
 from torchrl_unilab.shm import BlockLayout, SharedSegment, SnapshotCell, seqlock
-from torchrl_unilab.shm.liveness import this_process
 from torchrl_unilab.shm.segment import named_directory
 from torchrl_unilab.shm.seqlock import ReaderState, Snapshot
 

@@ -19,7 +19,7 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl_unilab.checks import as_instance
 from torchrl_unilab.data.positions import MASKS
 from torchrl_unilab.errors import ConfigError, UsageError
-from torchrl_unilab.shm.liveness import check_spawning
+from torchrl_unilab.shm.handover import check_spawning
 from torchrl_unilab.shm.segment import Owner, closed_error
 
 

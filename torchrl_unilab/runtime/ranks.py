@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import signal
 import socket
 import threading
@@ -24,7 +23,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -39,7 +37,8 @@ from torchrl_unilab.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from torchrl_unilab.limits import launcher_env, local_ranks, process_status
+from torchrl_unilab.limits import launcher_env, local_ranks
+from torchrl_unilab.processes import process_id, process_is_alive, process_is_stopped, this_process
 from torchrl_unilab.waits import poll_while
 
 EXIT_REASON_SECONDS = 5.0  # within which the others say why they leave
@@ -90,7 +89,7 @@ class Ranks:
         self._checks = 0
         self._handler: Any = None  # SIGTERM's, from before the context was entered
         self._waiting = False  # in a collective operation, or interrupted in one
-        self._processes: list[tuple[str, int]] = []  # host and process id of each rank
+        self._processes: list[tuple[str, int]] = []  # host and process of each rank
         self._gone: PeerGoneError | None = None  # names those because of which this one leaves
 
     @classmethod
@@ -118,13 +117,13 @@ class Ranks:
         try:
             launcher, _, _ = next(rendezvous("env://", timeout=limit))
             self._store = PrefixStore(self._agree_on_prefix(launcher), launcher)
-            self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+            self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {this_process()}")
             backend = self._choose_backend()
             dist.init_process_group(
                 backend, store=self._store, rank=self.rank, world_size=self.size, timeout=limit
             )
             found = (self._store.get(f"process/{rank}").decode() for rank in range(self.size))
-            self._processes = [(host, int(pid)) for host, pid in map(str.split, found)]
+            self._processes = [(host, int(word)) for host, word in map(str.split, found)]
         except (RuntimeError, ValueError, TimeoutError) as error:
             raise WaitTimeoutError(
                 f"rank {self.rank} of {self.size}: cannot join the others, {error} (expected all "
@@ -346,14 +345,14 @@ class Ranks:
 
     def _reason(self, rank: int) -> str | None:
         """Return why a rank leaves: empty if another one is to blame, None if not known yet."""
-        host, pid = self._processes[rank] if self._processes else ("", 0)
-        state = _state(pid) if host == socket.gethostname() else None
+        host, process = self._processes[rank] if self._processes else ("", 0)
+        state = _state(process) if host == socket.gethostname() else None
         try:
             if self._store.check([f"end/{rank}"]):
                 return str(self._store.get(f"end/{rank}").decode())
         except RuntimeError:  # the rank kept the store itself, as there is no launcher
             return "has ended, and what it said is gone with its store" if state else None
-        return f"{state}, process {pid}" if state else None
+        return f"{state}, process {process_id(process)}" if state else None
 
 
 def shapes_of(module: nn.Module) -> dict[str, list[int]]:
@@ -370,12 +369,11 @@ def _check_finite(gathered: Iterable[torch.Tensor], what: str) -> None:
         )
 
 
-def _state(pid: int) -> str | None:
+def _state(process: int) -> str | None:
     """Return what keeps a process of this machine from working; None if nothing does."""
-    status = process_status(pid)
-    if status == psutil.STATUS_ZOMBIE:
+    if not process_is_alive(process):
         return _CRASHED
-    return "was stopped by a signal" if status == psutil.STATUS_STOPPED else None
+    return "was stopped by a signal" if process_is_stopped(process) else None
 
 
 SINGLE_RANK = Ranks()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-import psutil
-
-from torchrl_unilab.limits import process_status
+from torchrl_unilab.processes import process_id, process_is_alive, process_is_stopped, process_word
 from torchrl_unilab.runtime.link import Channel
 
-_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _PAUSE_SECONDS = 0.01  # between two looks at a process whose sentinel is silent, or spent
 CONTINUE_SECONDS = 0.25  # within which all of a terminal's job run once it is continued
 
@@ -37,11 +36,10 @@ class WorkerProcess:
     channel: Channel
     ready: bool = False
     requests: int = 0
-    _system: psutil.Process | None = field(default=None, init=False)  # None if it died at once
+    _word: int = field(init=False)  # 0 if it died at once
 
     def __post_init__(self) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self._system = psutil.Process(self.process.pid)
+        self._word = process_word(self.process.pid or 0)
 
     @property
     def ended(self) -> bool:
@@ -55,16 +53,12 @@ class WorkerProcess:
     @property
     def alive(self) -> bool:
         """Whether it lives: the system knows it also if a fork server was killed, and left it."""
-        try:
-            system = self._system
-            return system is not None and system.is_running() and system.status() not in _ENDED
-        except psutil.NoSuchProcess:
-            return False
+        return process_is_alive(self._word)
 
     @property
     def stopped(self) -> bool:
         """Whether a signal stopped it, so that it neither works nor ends."""
-        return process_status(self.process.pid) == psutil.STATUS_STOPPED
+        return process_is_stopped(self._word)
 
     def kill(self) -> None:
         """Kill it, if it lives; return when it is dead."""
@@ -73,9 +67,8 @@ class WorkerProcess:
                 self.process.kill()
             self.process.join()
         while self.alive:
-            assert self._system is not None, "what lives is known"
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._system.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id(self._word), signal.SIGKILL)
             time.sleep(_PAUSE_SECONDS)
 
     def end(self, deadline: float) -> None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrl_unilab.errors import PeerGoneError, SegmentError, UsageError
-from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
+from torchrl_unilab.processes import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.ring_writer import (
     COMMITTED,
     LOST,

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from torchrl_unilab.errors import ConfigError, ContentionError, PositionError
-from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
+from torchrl_unilab.processes import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.shards import (
     BASE,
     COUNT,

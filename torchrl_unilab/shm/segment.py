@@ -34,7 +34,7 @@ import numpy.typing as npt
 from torchrl_unilab.checks import as_choice, as_integer
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
 from torchrl_unilab.limits import available_memory
-from torchrl_unilab.shm.liveness import check_spawning, handed_over
+from torchrl_unilab.shm.handover import check_spawning, handed_over
 
 _LONGEST_NAME = 255  # bytes of a file's name on Linux and macOS
 

@@ -23,8 +23,8 @@ import torch
 
 from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ContentionError, LayoutError, SegmentError
+from torchrl_unilab.processes import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.layout import BlockLayout
-from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.segment import Owner, SharedSegment, closed_error
 from torchrl_unilab.shm.words import fence, shared_words, words_nbytes

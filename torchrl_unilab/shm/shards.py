@@ -25,8 +25,8 @@ from typing import TypeVar
 import torch
 
 from torchrl_unilab.errors import ContentionError
+from torchrl_unilab.processes import process_id, this_process
 from torchrl_unilab.shm.layout import BlockLayout, align
-from torchrl_unilab.shm.liveness import process_id, this_process
 from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.row_layout import WORD
 from torchrl_unilab.shm.segment import SharedSegment

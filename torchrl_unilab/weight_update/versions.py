@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torchrl_unilab.checks import as_indices
 from torchrl_unilab.errors import UsageError, WaitTimeoutError
-from torchrl_unilab.shm.liveness import process_id, process_is_alive, process_is_stopped
+from torchrl_unilab.processes import process_id, process_is_alive, process_is_stopped
 from torchrl_unilab.waits import poll_while
 from torchrl_unilab.weight_update.transport import UniLabShmTransport, WorkerIds
 

@@ -18,7 +18,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, SliceSampler
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter, PackedSliceSampler
 from torchrl_unilab.data.replay import slices
 from torchrl_unilab.errors import ConfigError, PositionError, UsageError
-from torchrl_unilab.shm.liveness import this_process
+from torchrl_unilab.processes import this_process
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.shards import LOADING
 

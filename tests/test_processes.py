@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
-import multiprocessing
 import os
-import pickle
 import signal
 import sys
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from tests.support.processes import DEADLINE, process_with_id, receive, spawned, wait_for
-from tests.support.rings import make_ring, read, write
 from tests.support.striking import exit_code_of, forked
-from torchrl_unilab.shm import SharedSegment, liveness
-from torchrl_unilab.shm.liveness import (
+from torchrl_unilab.processes import (
     process_id,
     process_is_alive,
     process_is_stopped,
+    process_word,
     this_process,
 )
 
@@ -88,45 +82,6 @@ def test_a_process_under_the_id_of_a_dead_one_is_not_taken_for_it():
             assert not process_is_alive(word)
 
 
-class Apart:
-    """Is pickled by itself, as a closure among the arguments of a process is."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __getstate__(self) -> bytes:
-        return bytes(ForkingPickler.dumps(self.held))
-
-    def __setstate__(self, state: bytes) -> None:
-        self.held = pickle.loads(state)
-
-
-def _use_both(segments: list[Any], rings: list[Any]) -> None:
-    for index, apart in enumerate(segments):
-        apart.held.buffer[index] = 1
-    for apart in rings:
-        write(apart.held)
-        apart.held.close()
-
-
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_what_is_pickled_twice_for_one_process_is_there_twice(method):
-    context, descriptors = multiprocessing.get_context(method), []
-    for _ in range(2):
-        with SharedSegment(4096) as segment, make_ring(slots=2) as ring:
-            both = [[Apart(segment), Apart(segment)], [Apart(ring), Apart(ring)]]
-            process = context.Process(target=_use_both, args=both)
-            process.start()
-            process.join(DEADLINE)
-            assert process.exitcode == 0
-            assert segment.buffer[:3].tolist() == [1, 1, 0]
-            assert [read(ring), read(ring), read(ring)] == [(0, 1), (0, 2), None]
-        process.close()
-        gc.collect()
-        descriptors.append(psutil.Process().num_fds())
-    assert descriptors[1] <= descriptors[0]
-
-
 def test_a_stopped_process_is_told_from_another_that_had_its_id():
     with spawned(_tell_who_and_wait) as (_, pipe):
         pid, word = receive(pipe)
@@ -155,12 +110,12 @@ def test_a_process_that_ends_while_it_is_looked_at_is_not_alive(error, monkeypat
 
 def test_off_linux_processes_are_known_by_id_and_start_time_too(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    word = liveness._word_of(os.getpid())
+    word = process_word(os.getpid())
     assert process_id(word) == os.getpid()
     assert word >> 22 == round(100 * psutil.Process().create_time())
     assert process_is_alive(word)
     assert not process_is_alive(word ^ (1 << 40))
     with forked(bool) as child:  # which ends at once
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        assert liveness._word_of(child) == 0
-    assert liveness._word_of(child) == 0
+        assert process_word(child) == 0
+    assert process_word(child) == 0
