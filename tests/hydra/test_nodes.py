@@ -90,7 +90,7 @@ def test_a_trainer_s_node_has_the_defaults_of_the_stock_one_where_ours_take_the_
 
 
 def test_configurations_of_the_user_come_before_our_recipes():
-    name = "torchrl_unilab.hydra.plugins.hydra_plugins.torchrl_unilab"
+    name = "hydra_plugins.torchrl_unilab"  # as installed
     path = ConfigSearchPathImpl()
     path.append("user", "pkg://mine")
     importlib.import_module(name).RecipesPlugin().manipulate_search_path(path)
