@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.interrupts import Bytecodes
 from tests.support.processes import DEADLINE, receive, shared_mappings, spawned, wait_for
-from tests.support.striking import forked
+from tests.support.striking import exit_code_of, forked
 from tests.support.tearing import (
     count_torn,
     lapped_copy,
@@ -158,6 +159,17 @@ def test_another_process_publishes_once_the_writer_has_closed():
         assert receive(pipe) == "closed"
 
         assert _publish(cell, 2) == 2
+
+
+def test_another_process_publishes_once_a_writer_that_was_interrupted_has_closed():
+    for nth in range(1, 1000):
+        with SnapshotCell(_filled(0), name=NAME) as cell:
+            with SnapshotCell.attach(NAME, cell.layout) as writer:
+                interrupted = Bytecodes(nth, [seqlock]).interrupts(partial(_publish, writer, 1))
+            assert exit_code_of(partial(_publish, cell, 2)) == 0
+        if not interrupted:
+            assert nth > 5, "the call was not traced"
+            return
 
 
 def test_an_attachment_publishes_no_more_once_another_was_closed_and_a_process_writes():

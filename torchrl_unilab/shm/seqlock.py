@@ -269,10 +269,10 @@ class SnapshotCell(Owner):
                 f"cannot publish a snapshot: process {process_id(writer)} publishes here "
                 "(expected one writer). Publish from there, or close it there first."
             )
-        self._words[_WRITER] = self._writer = this_process()
         # Of the threads of this process, whichever attachment they publish through.
         self._publishing = self._segment.thread_lock()
-        self._writer_pid = os.getpid()
+        self._writer, self._writer_pid = this_process(), os.getpid()
+        self._words[_WRITER] = self._writer  # last: `close` gives up what it knows of
 
     # Readers
 
