@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import re
@@ -12,9 +13,12 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
+from tests.support.interrupts import Bytecodes
 from tests.support.processes import shared_mappings
 from tests.support.transitions import flags, replay_of, same, stamped, transitions
 from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
+from torchrl_unilab.data.replay import shared
+from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.errors import (
     ConfigError,
     ContentionError,
@@ -381,3 +385,19 @@ def test_rows_are_new_once_over_a_checkpoint():
         used.load_state_dict(storage.state_dict())
 
         assert read_stamps(used, counted)[0] == [5, 6]
+
+
+def test_after_an_interrupt_in_the_first_write_a_copy_has_the_same_rows():
+    for nth in range(1, 1000):
+        with PackedReplayStorage(10) as storage:
+            interrupted = Bytecodes(nth, [shared]).interrupts(
+                lambda storage=storage: storage.initialize(TensorSchema.of(transitions(1)[0]))
+            )
+            storage.append(transitions(1))
+
+            copy.copy(storage).append(transitions(2))
+
+            assert len(storage) == 3, nth
+        if not interrupted:
+            assert nth > 10, "the call was not traced"
+            return

@@ -100,8 +100,8 @@ class SharedReplay(SharedStorage):
                 )
             segment = SharedSegment(nbytes)
             self._form = form
+            self._segment = segment  # first: a storage with rows is copied with their memory
             self._attach(segment)
-            self._segment = segment
 
     def _form_of(self, schema: TensorSchema) -> RowForm:
         keys = self.observation_keys
