@@ -28,7 +28,7 @@ from torchrl_unilab.data.positions import (
 )
 from torchrl_unilab.data.replay.append import as_rows
 from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load_rows, save_rows
-from torchrl_unilab.data.replay.shared import SharedReplay
+from torchrl_unilab.data.replay.shared import ClosedRows, SharedReplay
 from torchrl_unilab.data.stock import rows_of_state_dict, set_back_writers, writers_ahead
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, PositionError, UsageError
 from torchrl_unilab.shm.shards import FLOOR
@@ -388,11 +388,12 @@ class PackedReplayStorage(SharedReplay):
         )
 
     def _leave(self) -> None:
-        rows, self._rows = self._rows, None
+        rows = self._rows
         if rows is not None:
             rows.close()
-            # They hold the mapping, which would outlive the storage's end.
-            del self._views, self._reader, self._appender
+            # All that holds the mapping, which would outlive the storage's end.
+            self._views = self._reader = self._appender = ClosedRows()
+            self._rows = None
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"size={self.size}"
