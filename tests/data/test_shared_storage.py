@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from multiprocessing import resource_tracker
 from multiprocessing.context import get_spawning_popen
@@ -19,7 +20,8 @@ from torchrl.data import (
 )
 from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
 
-from tests.support.processes import spawned
+from tests.support.interrupts import Bytecodes
+from tests.support.processes import shared_mappings, spawned
 from tests.support.rollouts import make_rollout
 from tests.support.transitions import transitions
 from torchrl_unilab.data import (
@@ -30,6 +32,7 @@ from torchrl_unilab.data import (
 )
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.errors import ConfigError, LayoutDtypeError, SegmentClosedError
+from torchrl_unilab.shm.rows import SharedRows
 
 KINDS = {PackedReplayStorage: PackedReplayWriter, RolloutRingStorage: RolloutRingWriter}
 BOTH = pytest.mark.parametrize("cls", list(KINDS))
@@ -208,3 +211,17 @@ def test_a_writer_has_nothing_to_save(cls, tmp_path):
     writer.loads(tmp_path / "writer")
     writer.load_state_dict(writer.state_dict())
     assert (writer.state_dict(), list(tmp_path.iterdir())) == ({}, [])
+
+
+@BOTH
+def test_what_an_interrupt_kept_from_closing_is_closed_by_the_next_call(cls):
+    modules = [inspect.getmodule(each) for each in (SharedStorage, cls, SharedRows)]
+    for nth in range(1, 1000):
+        storage, before = filled(cls), shared_mappings()
+        if not Bytecodes(nth, filter(None, modules)).interrupts(storage.close):
+            assert nth > 3, "the call was not traced"
+            return
+
+        storage.close()
+
+        assert shared_mappings() == before - 1, nth

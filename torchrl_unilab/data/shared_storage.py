@@ -155,14 +155,14 @@ class SharedStorage(Owner, TensorStorage):
 
     def close(self) -> None:
         """Give up the storage; its creator frees the memory. Idempotent."""
-        if self.closed or self._is_ending():  # then the kernel frees it
+        if self._is_ending():  # then the kernel frees it
             return
         self.closed = True
-        self._leave()
+        self._leave()  # again, if an interrupt kept an earlier call from it
 
     @abstractmethod
     def _leave(self) -> None:
-        """Release what this process holds of the storage."""
+        """Release what this process holds of the storage. Idempotent."""
 
     # Copies
 

@@ -111,11 +111,11 @@ class SharedRows(Shards):
     def leave(self) -> None:
         """Give up this process's shard, so that another process can claim it."""
         if self._shard_pid == os.getpid():
-            self._shard_pid = 0
             words = self.words[self._shard]
             # Without the lock: whoever shares the shard stores the word again when it appends.
             if words[WRITER] == this_process():
                 words[WRITER] = 0
+            self._shard_pid = 0
 
     def close(self) -> None:
         """Give up this process's shard, and close the segment.
