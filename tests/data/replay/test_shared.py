@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
 import re
@@ -13,12 +12,9 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
-from tests.support.interrupts import Bytecodes
 from tests.support.processes import shared_mappings
 from tests.support.transitions import flags, replay_of, same, stamped, transitions
 from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
-from torchrl_unilab.data.replay import shared
-from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.errors import (
     ConfigError,
     ContentionError,
@@ -28,7 +24,6 @@ from torchrl_unilab.errors import (
     LayoutShapeError,
     SegmentClosedError,
 )
-from torchrl_unilab.shm.rows import SharedRows
 
 
 @pytest.mark.parametrize("count", [-1, 0, 1.5])
@@ -386,45 +381,3 @@ def test_rows_are_new_once_over_a_checkpoint():
         used.load_state_dict(storage.state_dict())
 
         assert read_stamps(used, counted)[0] == [5, 6]
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda storage: storage.append(transitions(1)),
-        lambda storage: storage.sample(1),
-        lambda storage: storage.get(torch.tensor([0])),
-        lambda storage: storage.get(slice(None)),
-        lambda storage: storage.read_since(()),
-    ],
-    ids=["append", "sample", "get", "views", "read_since"],
-)
-def test_a_replay_that_another_thread_closes_meanwhile_says_so(use, monkeypatch):
-    storage = replay_of(transitions(3), 10)
-    rows = storage.rows
-
-    def closed_since(_: PackedReplayStorage) -> SharedRows:
-        storage.close()
-        return rows
-
-    monkeypatch.setattr(PackedReplayStorage, "rows", property(closed_since))
-    monkeypatch.setattr(PackedReplayStorage, "initialized", property(closed_since))
-
-    with pytest.raises(SegmentClosedError, match="closed"):
-        use(storage)
-
-
-def test_after_an_interrupt_in_the_first_write_a_copy_has_the_same_rows():
-    for nth in range(1, 1000):
-        with PackedReplayStorage(10) as storage:
-            interrupted = Bytecodes(nth, [shared]).interrupts(
-                lambda storage=storage: storage.initialize(TensorSchema.of(transitions(1)[0]))
-            )
-            storage.append(transitions(1))
-
-            copy.copy(storage).append(transitions(2))
-
-            assert len(storage) == 3, nth
-        if not interrupted:
-            assert nth > 10, "the call was not traced"
-            return
