@@ -150,6 +150,19 @@ def test_a_restored_evaluation_continues_and_repeats_what_had_not_ended(evaluati
     assert [one.frames for one in background.evaluations] == [150, 230]
 
 
+def test_what_an_interrupt_kept_from_being_asked_for_is_due_at_the_next_batch(
+    evaluation, monkeypatch
+):
+    background, trainer = evaluation
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(background._process, "send", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            _collect(background, trainer, 100)
+    assert background.state_dict()["begun"] == 0
+    _collect(background, trainer, 110, finish=True)
+    assert [one.frames for one in background.evaluations] == [110]
+
+
 @pytest.mark.parametrize(("frames", "stopped"), [(1000, False), (500, True)], ids=["all", "early"])
 def test_the_last_batch_waits_for_the_evaluation(evaluation, frames, stopped):
     background, trainer = evaluation

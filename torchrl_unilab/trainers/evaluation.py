@@ -236,10 +236,10 @@ class BackgroundEvaluation(Owner):
             self.finish()
         frames = trainer.collected_frames
         if frames // self.interval > self._interval_start // self.interval:
-            self._interval_start = frames
             if not self._running:
                 self._process.send(0, frames, self._video(frames))
                 self._running = True
+            self._interval_start = frames  # last: what Ctrl-C kept from being asked for is due
         if frames >= trainer.total_frames or trainer._stop_training:
             self.finish()
 
