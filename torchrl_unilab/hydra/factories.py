@@ -23,7 +23,7 @@ from torchrl_unilab.configs import SETTINGS, APPOConfig, Config, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.hydra.nodes import TAKEN
-from torchrl_unilab.trainers.base import check_arguments, leave_out
+from torchrl_unilab.trainers.arguments import check_arguments, leave_out
 from torchrl_unilab.trainers.runs.budget import check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme

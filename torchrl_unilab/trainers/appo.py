@@ -23,7 +23,8 @@ from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, check_effect, norm_of
+from torchrl_unilab.trainers.arguments import check_arguments, check_effect
+from torchrl_unilab.trainers.base import NORM, RankTrainer, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.reports import register_reports

@@ -23,14 +23,8 @@ from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.segment import Owner
-from torchrl_unilab.trainers.base import (
-    NORM,
-    RankTrainer,
-    check_arguments,
-    check_effect,
-    isclose,
-    norm_of,
-)
+from torchrl_unilab.trainers.arguments import check_arguments, check_effect, isclose
+from torchrl_unilab.trainers.base import NORM, RankTrainer, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import LossUpdate, make_update
 from torchrl_unilab.trainers.reports import register_reports
