@@ -11,7 +11,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
-from torchrl.collectors import Collector
+from torchrl.collectors import AsyncBatchedCollector, Collector
+from torchrl.modules.inference_server import InferenceServerConfig
 
 from tests.support.acting import StillEnv, actions, collecting, make_policy, receiver_of, set_action
 from tests.support.bounds import DEADLINE
@@ -212,3 +213,24 @@ def test_a_receiver_that_was_shut_down_pulls_nothing_more(pair):
     sender.send()
 
     assert not receiver.pull()
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_an_inference_server_acts_with_what_was_published_before_a_request(where, make_sender):
+    policy = make_policy()
+    sender = make_sender(model_id="policy", model=policy, devices=[CPU])
+    served = {"policy": make_policy()} if where == "thread" else {"policy_factory": make_policy}
+    with collecting(
+        AsyncBatchedCollector,
+        [StillEnv] * 2,
+        **served,
+        server_config=InferenceServerConfig(service_backend=where),
+        env_backend="threading",
+        weight_sync=copy.copy(sender),
+    ) as collector:
+        batches = iter(collector)
+        for value in (0.25, 0.75):
+            _publish(sender, policy, value)
+            next(batches)  # has what was asked for before
+            assert actions(next(batches)) == {value}
+        assert sender.applied_versions == {0: 2}
