@@ -227,6 +227,18 @@ def test_each_rank_needs_the_frames_of_a_first_update():
         check_frames(1, APPOConfig(), ranks=2)
 
 
+@pytest.mark.parametrize("frames", [0, -1, 1.5, "many", 10**25])
+@pytest.mark.parametrize("config", [APPOConfig(), OffPolicyConfig()])
+def test_what_is_no_number_of_frames_is_no_matter_of_the_first_update(config, frames):
+    with pytest.raises(ConfigError, match=r"\). Set the frames to collect"):
+        check_frames(frames, config)
+
+
+def test_too_few_frames_name_the_settings_that_ask_for_more():
+    with pytest.raises(ConfigError, match=r"at least 4000\)\. .* lower learning_starts"):
+        check_frames(3_999, OffPolicyConfig())
+
+
 def _limited(budget, *limits):
     return dataclasses.replace(budget, memory=MemoryBudget(budget.memory.items, limits))
 

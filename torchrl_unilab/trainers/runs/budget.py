@@ -142,7 +142,10 @@ class RunBudget:
 
 def check_frames(frames: int, config: Config, ranks: int = 1, name: str = "frames") -> None:
     """Refuse fewer frames than the first update needs."""
-    remedy = "The first update needs so many: collect more, or lower learning_starts or batch_size."
+    remedy = "Set the frames to collect, of all ranks together."
+    as_integer(name, frames, remedy)
+    if isinstance(config, OffPolicyConfig):
+        remedy = "The first update needs so many: raise it, or lower learning_starts or batch_size."
     as_integer(name, frames, remedy, least=config.min_frames * ranks)
 
 
