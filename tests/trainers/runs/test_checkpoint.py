@@ -107,6 +107,7 @@ def test_the_rows_of_a_replay_are_saved_and_loaded(tmp_path):
 
 def test_only_the_newest_are_kept_and_no_half_of_one_that_a_killed_process_left(tmp_path):
     (tmp_path / ".frames-000000000004" / "components").mkdir(parents=True)
+    (tmp_path / "..frames-000000000004.stage-7e1a" / "components").mkdir(parents=True)
     for frames in (5, 20, 100, 1_000_000):
         save(tmp_path, frames, keep=3)
     assert names(tmp_path) == ["frames-000000000020", "frames-000000000100", "frames-000001000000"]

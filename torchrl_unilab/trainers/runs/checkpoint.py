@@ -196,8 +196,9 @@ class RunCheckpoints(CheckpointRotation):
             return path
         if components is None:  # a logger's state is its name alone
             components = set(checkpoint.components) - {"logger"}
-        for leftover in directory.glob(f".{_PREFIX}-*"):  # left by a process that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
+        for dots in (".", ".."):  # left by a process that was killed; two: TorchRL's, of a draft
+            for leftover in directory.glob(f"{dots}{_PREFIX}-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
         draft = directory / f".{path.name}"
         try:
             with span("checkpoint"):
