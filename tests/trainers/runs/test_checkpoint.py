@@ -54,6 +54,18 @@ class Broken(Part):
         raise self.error
 
 
+class Copying(Part):
+    """Copies, when it is saved, what a process that is killed then would leave."""
+
+    def __init__(self, source: Path, copy: Path) -> None:
+        super().__init__(0.0)
+        self.paths = source, copy
+
+    def state_dict(self) -> dict[str, Any]:
+        shutil.copytree(*self.paths)
+        return super().state_dict()
+
+
 def save(directory: Path, frames: int, keep: int = 2, **parts: Any) -> Path:
     """Save a checkpoint after so many frames, which it holds."""
     checkpoints = RunCheckpoints(directory, keep, interval=100)
@@ -105,9 +117,16 @@ def test_the_rows_of_a_replay_are_saved_and_loaded(tmp_path):
         assert torch.equal(other.get(torch.arange(5))["reward"], rows["reward"])
 
 
-def test_only_the_newest_are_kept_and_no_half_of_one_that_a_killed_process_left(tmp_path):
-    (tmp_path / ".frames-000000000004" / "components").mkdir(parents=True)
-    (tmp_path / "..frames-000000000004.stage-7e1a" / "components").mkdir(parents=True)
+def test_nothing_stays_of_a_checkpoint_in_which_a_process_was_killed(tmp_path):
+    written, left = tmp_path / "written", tmp_path / "left"
+    save(written, 4, zzz=Copying(written, left))  # the last part
+    assert tree(left)  # other parts
+    (left / ".frames-000000000003").mkdir()  # all parts, and not yet by its name
+    save(left, 5)
+    assert names(left) == ["frames-000000000005"]
+
+
+def test_only_the_newest_are_kept(tmp_path):
     for frames in (5, 20, 100, 1_000_000):
         save(tmp_path, frames, keep=3)
     assert names(tmp_path) == ["frames-000000000020", "frames-000000000100", "frames-000001000000"]
