@@ -123,7 +123,10 @@ def test_another_value_is_refused_with_those_that_are_known(value):
         as_choice("how", value, ("a", "b", "c"), "Change it.")
 
 
-@pytest.mark.parametrize(("choices", "expected"), [(["a"], "'a'"), ([], "none")])
+NONE = "none: there are none to choose from"
+
+
+@pytest.mark.parametrize(("choices", "expected"), [(["a"], "'a'"), ([], NONE)])
 def test_a_value_is_refused_though_there_is_one_choice_or_none(choices, expected):
     with pytest.raises(ConfigError, match=rf"^how: 'd' \(expected {expected}\)\. Change it\.$"):
         as_choice("how", "d", choices, "Change it.")

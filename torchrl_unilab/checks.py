@@ -145,7 +145,7 @@ def as_choice(what: str, value: T, choices: Iterable[T], remedy: str) -> T:
     """
     known = [*choices]
     if value not in known:
-        *others, last = map(repr, known) if known else ("none",)
+        *others, last = map(repr, known) if known else ("none: there are none to choose from",)
         expected = f"{', '.join(others)} or {last}" if others else last
         raise ConfigError(f"{what}: {value!r} (expected {expected}). {remedy}")
     return value

@@ -16,7 +16,7 @@ from torchrl.modules.inference_server import InferenceServerConfig
 
 from tests.support.acting import StillEnv, actions, collecting, make_policy, receiver_of, set_action
 from tests.support.bounds import DEADLINE
-from torchrl_unilab.errors import UsageError
+from torchrl_unilab.errors import LayoutError, UsageError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 CPU = torch.device("cpu")
@@ -104,6 +104,42 @@ def test_a_collector_without_a_policy_has_no_such_attribute(pulling):
     del collector.__dict__["policy"]
 
     assert not hasattr(collector, "policy")
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, of a value; two buffers without elements."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.one = nn.Linear(2, 2, bias=False)
+        self.two = nn.Linear(2, 2, bias=False)
+        self.two.weight = self.one.weight
+        nn.init.constant_(self.one.weight, value)
+        self.register_buffer("empty", torch.empty(0))
+        self.register_buffer("other", torch.empty(0))
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_weights_that_the_model_ties_are_refused_where_they_differ_and_leave_it_as_it_was(
+    value, make_sender
+):
+    published, model = Tied(1.0), Tied()
+    sender = make_sender(model_id="policy", model=published, devices=[CPU])
+    receiver = receiver_of(sender)
+    receiver.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    receiver.connect()
+    nn.init.constant_(published.one.weight, value)
+    sender.send()
+    assert receiver.pull()
+    assert model.two.weight is model.one.weight
+    published.two.weight = nn.Parameter(torch.full((2, 2), 2.0))
+    sender.send()
+
+    with pytest.raises(LayoutError, match=r"'one\.weight' and 'two\.weight' differ \(expected"):
+        receiver.pull()
+
+    torch.testing.assert_close(model.one.weight.detach(), torch.full((2, 2), value), equal_nan=True)
+    assert sender.applied_versions == {0: 1}
 
 
 def test_a_state_that_was_refused_is_not_called_published(pulling):

@@ -236,7 +236,7 @@ class EnvState:
 
     def _checked_state(self, what: str, qpos: Any, qvel: Any, rows: Ids) -> list[Array]:
         """Return states for these simulations as arrays of finite numbers, a row for each."""
-        fields, remedy = self.physics.fields, "Give one row per simulation to set."
+        fields, remedy = self.physics.fields, "Give a row of numbers for each simulation."
         return [
             _numbers(f"{what}: {name}", value, (len(rows), fields[name].shape[1]), remedy)
             for name, value in (("qpos", qpos), ("qvel", qvel))

@@ -17,6 +17,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torchrl.collectors import Collector
 
+from torchrl_unilab.errors import LayoutError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.seqlock import Snapshot, SnapshotCell
 from torchrl_unilab.weight_update.module_weights import EXTRA_STATE, ModuleWeights, nested
@@ -51,7 +52,8 @@ class WeightReceiver:
         """Copy the newest version into `model` if it is not there yet; return whether it did.
 
         Raises:
-            LayoutError: The model's keys, shapes or dtypes are not those of the cell.
+            LayoutError: The model's keys, shapes or dtypes are not those of the cell, or it ties
+                weights that differ there.
             ContentionError: The writer overtook every bounded try; the model keeps
                 its previous whole version.
         """
@@ -68,6 +70,8 @@ class WeightReceiver:
                 weights = self._bind(model)
                 targets = weights.tensors(model) or []
             values: Mapping[str, torch.Tensor] = self._snapshot.tensors
+            if self._tied:
+                self._check_tied(values)
             if self._packer is not None:
                 values = self._packer.to_device(self._snapshot)
             if targets:
@@ -90,10 +94,24 @@ class WeightReceiver:
             weights.make_private()
         targets = weights.tensors(model) or []
         self._addresses = [*map(_address, targets)]
+        first: dict[Any, str] = {}  # name of each tensor; it may have others
+        memory = [(_address(tensor), tensor.shape) for tensor in targets]
+        named = [*zip(memory, weights.names, strict=True)]
+        self._tied = [(first[at], name) for at, name in named if first.setdefault(at, name) != name]
         device = next((tensor.device for tensor in targets), torch.device("cpu"))
         self._packer = None if device.type == "cpu" else DevicePacker(self._cell.layout, device)
         self._weights = weights
         return weights
+
+    def _check_tied(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Refuse values that differ under the names of one tensor: it can have one of them."""
+        for first, second in self._tied:
+            one, other = (values[name].reshape(-1).view(torch.uint8) for name in (first, second))
+            if not torch.equal(one, other):
+                raise LayoutError(
+                    f"weights: {first!r} and {second!r} differ (expected them equal, as the "
+                    "worker's model ties them). Tie them in the published model, or in neither."
+                )
 
     def invalidate(self) -> None:
         """Report that the model has weights from elsewhere, until the next publish."""

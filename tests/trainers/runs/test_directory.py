@@ -6,7 +6,12 @@ import pytest
 
 from torchrl_unilab.configs.file import as_yaml
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers.runs.directory import check_run_dir, check_same_run, write_whole
+from torchrl_unilab.trainers.runs.directory import (
+    check_run_dir,
+    check_same_run,
+    run_dir_held,
+    write_whole,
+)
 
 
 def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
@@ -25,7 +30,9 @@ def test_a_run_starts_in_a_directory_with_a_draft_of_its_first_file(tmp_path):
     (tmp_path / ".config.yaml").touch()
     check_run_dir(tmp_path)
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="it is not empty"):
+    with pytest.raises(
+        ConfigError, match=r"it is not empty .* or continue the run in it: --resume"
+    ):
         check_run_dir(tmp_path)
 
 
@@ -36,6 +43,21 @@ def test_a_run_starts_again_only_as_the_one_that_a_directory_is_of(tmp_path, oth
     check_same_run(tmp_path, {**run, "gamma": 0.5})
     with pytest.raises(ConfigError, match=r"it is of a run with .*'seed': 3\} \(expected"):
         check_same_run(tmp_path, {**run, **other})
+
+
+def test_to_resume_is_not_the_way_where_there_is_no_run(tmp_path):
+    (tmp_path / "notes").touch()
+    with pytest.raises(ConfigError, match=r"it is not empty \(.*\)\. Choose another\.$"):
+        check_run_dir(tmp_path)
+
+
+def test_to_copy_the_run_is_not_the_way_where_its_directory_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match=r"cannot be made, Not a .*\)\. Choose another\.$"),
+        run_dir_held(tmp_path / "file" / "run"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("below_a_file", [True, False])

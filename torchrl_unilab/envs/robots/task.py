@@ -202,7 +202,8 @@ class RobotTask(MujocoTask):
             qpos, qvel = model.qpos0.copy(), np.zeros(model.nv)
         else:
             keys = {model.key(i).name: i for i in range(model.nkey)}
-            as_choice(f"{self.name}: home", self.home, keys, "Name a keyframe of the model.")
+            remedy = "Name a keyframe of the model, or leave home out."
+            as_choice(f"{self.name}: home", self.home, keys, remedy)
             key = keys[self.home]
             if model.key_act[key].any():
                 raise ConfigError(

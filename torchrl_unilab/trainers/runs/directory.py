@@ -59,9 +59,9 @@ def check_run_dir(path: Path) -> None:
     if os.path.lexists(path) and (  # a link to nothing, too
         not path.is_dir() or any(entry.name != f".{CONFIG_FILE}" for entry in path.iterdir())
     ):
-        found, way = "a file", ""
-        if path.is_dir():
-            found, way = "not empty", ", or continue the run in it: --resume, or resume_run"
+        found, way = "not empty" if path.is_dir() else "a file", ""
+        if Path(path, CONFIG_FILE).is_file():
+            way = ", or continue the run in it: --resume, or resume_run"
         raise ConfigError(
             f"run directory {path}: it is {found} (expected a new or empty directory). "
             f"Choose another{way}."
@@ -99,13 +99,13 @@ def run_dir_held(path: Path) -> Iterator[None]:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        reason = "" if os.access(path, os.W_OK) else "it is read-only"
+        reason, way = "" if os.access(path, os.W_OK) else "it is read-only", ", or copy the run"
     except OSError as error:
-        reason = f"cannot be made, {error.strerror}"
+        reason, way = f"cannot be made, {error.strerror}", ""
     if reason:
         raise ConfigError(
             f"run directory {path}: {reason} (expected a directory that may be written to). Choose "
-            "another, or copy the run."
+            f"another{way}."
         )
     descriptor = os.open(path, os.O_RDONLY)
     try:
