@@ -16,7 +16,7 @@ from mujoco.batch import SimulationError
 from tensordict import TensorDict, TensorDictBase
 from torchrl import logger as torchrl_logger
 from torchrl.envs import EnvBase, GymEnv, TransformedEnv
-from torchrl.envs.transforms import StepCounter
+from torchrl.envs.transforms import ActionDiscretizer, StepCounter
 from torchrl.envs.utils import check_env_specs
 
 from tests.support.playing import act, assert_same, go, play, step
@@ -153,6 +153,30 @@ def test_writing_to_returned_tensors_leaves_the_environment_alone() -> None:
         assert_same(data["next"], expected["next"])
         data["next"].zero_()
         root = root.clone()
+
+
+@pytest.mark.parametrize("until_done", [True, False])
+def test_random_actions_of_a_rollout_are_those_of_rand_action(until_done) -> None:
+    settings = {"break_when_any_done": until_done}
+    torch.manual_seed(0)
+    data = make().rollout(60, **settings)
+    torch.manual_seed(0)
+    assert_same(data, EnvBase.rollout(make(), 60, **settings))
+
+
+def test_a_rollout_takes_given_actions_and_those_of_a_derived_environment() -> None:
+    class Still(MujocoBatchEnv):
+        def rand_action(self, tensordict=None):
+            return tensordict.set("action", torch.zeros(3, 3))
+
+    assert not Still("Hopper-v5", 3, seed=0).rollout(3)["action"].any()
+    given = torch.linspace(-1.0, 1.0, 18).view(2, 3, 3)
+    assert torch.equal(make().rollout(5, actions=given)["action"], given.transpose(0, 1))
+
+
+def test_random_actions_of_a_transformed_environment_are_of_its_own_spec() -> None:
+    env = TransformedEnv(make(), ActionDiscretizer(num_intervals=4))
+    assert env.rollout(3)["action"].dtype is torch.int64
 
 
 def test_rollout_until_all_are_done_ends() -> None:

@@ -326,6 +326,14 @@ class MujocoBatchEnv(EnvBase, metaclass=Constructor):
             root = fresh.update(others)
         return tensordict, root
 
+    def rollout(self, max_steps: int, policy: Any = None, *args: Any, **kw: Any) -> TensorDictBase:
+        """Do as the base class, whose random actions take longer than the Python code of a step."""
+        given = policy is not None or kw.get("actions") is not None
+        if not given and type(self).rand_action is EnvBase.rand_action:
+            spec, kw["trust_policy"] = self.action_spec, True
+            return super().rollout(max_steps, lambda td: td.set("action", spec.rand()), *args, **kw)
+        return super().rollout(max_steps, policy, *args, **kw)
+
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Do as the base class, without what only a partial or a given next step needs."""
         keys = tensordict.keys()
