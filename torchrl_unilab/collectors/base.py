@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -379,7 +380,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
         self.shutdown()
 
     def __del__(self) -> None:
-        if "_team" in self.__dict__:  # absent if the arguments were refused
+        # Absent if the arguments were refused. At the end of an interpreter the workers have ended.
+        if "_team" in self.__dict__ and not sys.is_finalizing():
             self.shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
