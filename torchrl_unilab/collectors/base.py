@@ -379,9 +379,9 @@ class WorkerCollector(BaseCollector, abc.ABC):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def __del__(self) -> None:
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # Absent if the arguments were refused. At the end of an interpreter the workers have ended.
-        if "_team" in self.__dict__ and not sys.is_finalizing():
+        if "_team" in self.__dict__ and not is_ending():
             self.shutdown()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def stop_reason(
     if stop_at is not None and returns.mean >= stop_at:
         return f"return {returns.mean:g} reached"
     if max_seconds is not None and returns.seconds >= max_seconds:
-        return f"{returns.seconds:g} seconds are over"
+        return f"{max_seconds:g} seconds are over"
     return None
 
 
