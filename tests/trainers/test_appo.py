@@ -5,7 +5,6 @@ from unittest.mock import Mock, PropertyMock
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import nn
 from torchrl.collectors import Collector
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.objectives import ClipPPOLoss
@@ -348,44 +347,6 @@ def test_the_target_policy_moves_after_a_rollouts_last_step_whatever_was_counted
 
     assert moved == [5 + 96, 5 + 2 * 96, 5 + 3 * 96]
     assert trainer._optim_count == 3 * 96
-
-
-class _Auxiliary(APPOLoss):
-    """Has a loss of its own, of a key of its own."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.own = nn.Linear(4, 1)
-
-    @property
-    def in_keys(self) -> list:
-        return [*super().in_keys, "seen"]
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return super().forward(tensordict).set("loss_own", self.own(tensordict["seen"]).sum())
-
-
-def _auxiliary_trainer() -> APPOTrainer:
-    loss = _Auxiliary(make_actor(4, 1), make_critic(4))
-    settings = {"frames_per_batch": FRAMES, "inline": True}
-    return trainer_of(APPOCollector(create_pendulum, loss.actor_network, **settings), loss)
-
-
-def test_a_further_loss_of_a_subclass_is_learnt_by_from_the_keys_that_it_reads():
-    trainer, (batch,) = _auxiliary_trainer(), pendulum_rollouts(1)
-    before = trainer.loss_module.own.weight.detach().clone()
-    trainer.optim_steps(batch.set("seen", batch["observation"].abs()))
-    assert (trainer.loss_module.own.weight < before).all()
-    trainer.collector.shutdown()
-
-
-def test_a_key_that_a_subclass_reads_and_no_collector_writes_is_named():
-    trainer, (batch,) = _auxiliary_trainer(), pendulum_rollouts(1)
-    with (
-        trainer.collector,
-        pytest.raises(LayoutKeyError, match=r"no \['seen'\], which _Auxiliary reads"),
-    ):
-        trainer.optim_steps(batch)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -129,6 +130,7 @@ class APPOTrainer(RankTrainer):
         check_effect(config, {name: getattr(loss_module, name) for name in follows}, "the loss")
         self.config, self.ranks = config, ranks
         self.stale = 0
+        self._further: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         self.normalizers = dict(normalizers or {})
         if loss_module.steps == 0:  # networks may have been loaded since the loss was made
             loss_module.target_actor_network.load_state_dict(actor.state_dict())
@@ -232,7 +234,7 @@ class APPOTrainer(RankTrainer):
                 actor[0].log_std.detach().clamp_(max=bound)
         # The one wait for the device per rollout.
         stepper = self.optimization_stepper
-        named = {"lr": stepper.lr, **statistics, NORM: norm_of([stepper.optimizer])}
+        named = {**statistics, "lr": stepper.lr, NORM: norm_of([stepper.optimizer])}
         return dict(zip(named, torch.stack([*named.values()]).tolist(), strict=True))
 
     def _take_steps(self, batch: TensorDictBase, pool: TensorDictBase) -> dict[str, torch.Tensor]:
@@ -246,6 +248,7 @@ class APPOTrainer(RankTrainer):
         if update is not None and not hooks:  # else hooks read or change minibatches
             shuffled, step = partial(update.shuffled, update.prepare(pool)), update.step
         reported = []
+        self._further.clear()
         for _ in range(self.num_epochs):
             self._pre_epoch_log_hook(batch)
             for minibatch in shuffled(self.optim_steps_per_batch):
@@ -256,7 +259,8 @@ class APPOTrainer(RankTrainer):
                 self._post_optim_log(minibatch)
             self._post_epoch_log_hook(batch)
             self._post_epoch_hook()
-        return dict(zip(STATISTICS, torch.stack(reported).mean(0), strict=True))
+        means = dict(zip(STATISTICS, torch.stack(reported).mean(0), strict=True))
+        return means | {name: torch.stack(found).mean() for name, found in self._further.items()}
 
     def _shuffled(self, pool: TensorDictBase, minibatches: int) -> Iterable[TensorDictBase]:
         order = torch.randperm(pool.shape[0], device=pool.device)
@@ -264,6 +268,8 @@ class APPOTrainer(RankTrainer):
 
     def _step(self, minibatch: TensorDictBase) -> torch.Tensor:
         losses = self.optimization_stepper.step(self, minibatch)
+        for name in self.optimization_stepper.further:
+            self._further[name].append(losses.get(name).reshape(()).float())
         return torch.stack([losses.get(key) for key in STATISTICS])
 
     def _add_to_pool(self, batch: TensorDictBase) -> None:

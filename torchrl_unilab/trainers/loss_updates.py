@@ -26,8 +26,12 @@ from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate, FusedSACUpdate,
 from torchrl_unilab.objectives.appo import kl_adapted_lr
 from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.objectives.fused.adam import rate_of
+from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.objectives.targets import sync_normalizers
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
+
+_OF_APPO = (*STATISTICS, "loss_entropy")
+"""What `APPOLoss` gives."""
 
 
 class APPOStepper(OptimizationStepper):
@@ -44,6 +48,7 @@ class APPOStepper(OptimizationStepper):
 
     Attributes:
         owner: What has the optimiser and its highest rate, ``max_lr``: `fused`, or this.
+        further: Names of the numbers that the last losses had beside those of `APPOLoss`.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class APPOStepper(OptimizationStepper):
         self.desired_kl, self.max_lr = config.desired_kl, config.lr
         self.owner: APPOStepper | FusedAPPOUpdate = self if fused is None else fused
         self.max_grad_norm = config.max_grad_norm
+        self.further: tuple[str, ...] = ()
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
         if not self.parameters:
             raise ConfigError(
@@ -94,7 +100,9 @@ class APPOStepper(OptimizationStepper):
         learnt_by = [loss for key, loss in losses.items() if key.startswith("loss")]
         torch.stack(learnt_by).sum().backward()
         losses = losses.detach()
-        statistics = [losses.get(name) for name in self.loss.out_keys]
+        numbers = {name: loss for name, loss in losses.items() if loss.numel() == 1}
+        self.further = tuple(name for name in numbers if name not in _OF_APPO)
+        statistics = [*numbers.values()]
         self.ranks.mean_(_gradients(self.parameters, self.ranks), statistics)
         nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.optimizer.step()
