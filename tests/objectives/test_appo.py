@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from unittest.mock import Mock
 
 import pytest
@@ -17,10 +16,10 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, TruncatedNormal
 
-from torchrl_unilab.errors import ConfigError, LayoutKeyError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic, make_td3_actor
 from torchrl_unilab.objectives import APPOLoss, appo
-from torchrl_unilab.objectives.appo import _entropy, _kl_divergence, kl_adapted_lr
+from torchrl_unilab.objectives.appo import kl_adapted_lr
 
 OBS, ACT = 3, 2
 
@@ -106,6 +105,15 @@ def test_all_losses_follow_a_reference_in_float64(settings):
     assert 0 < expected["rho_clip_fraction"] < 1
     for key, number in expected.items():
         assert losses[key].item() == pytest.approx(number.item(), rel=1e-6), key
+
+
+@pytest.mark.parametrize("columns", [1, ACT])
+def test_log_probabilities_by_component_are_refused(columns):
+    loss = _loss()
+    rollout = _rollout(loss, 6, 6)  # which a number per component could be taken for
+    log_prob = rollout["action_log_prob"]
+    with pytest.raises(LayoutShapeError, match=r"^APPOLoss: 'action_log_prob' has shape \(6, 6, "):
+        loss.estimate(rollout.set("action_log_prob", log_prob[..., None].expand(6, 6, columns)))
 
 
 def test_advantages_are_normalised_over_the_pool_and_estimates_carry_no_gradient():
@@ -299,42 +307,6 @@ def test_a_distribution_without_a_closed_entropy_or_divergence_is_learnt_by_samp
     sum(losses[key] for key in ("loss_objective", "loss_critic", "loss_entropy")).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in actor.parameters())
     assert losses["kl"] > 0.01
-
-
-class _Sampled(torch.distributions.Distribution):
-    """A normal distribution that knows neither its entropy nor its divergence from another."""
-
-    def __init__(self, normal: Normal) -> None:
-        super().__init__(normal.batch_shape, validate_args=False)
-        self.normal = normal
-        self.log_prob, self.rsample = normal.log_prob, normal.rsample
-
-    has_rsample = True
-
-
-def test_estimates_of_entropy_and_divergence_are_near_the_formulas():
-    torch.manual_seed(0)
-    rows = torch.ones(200_000)
-    p = Normal(0.0 * rows, rows)
-    q = Normal(0.3 * rows, 1.2 * rows)
-    divergence = _kl_divergence(_Sampled(p), _Sampled(q))
-    assert divergence.min() >= 0.0
-    exact = kl_divergence(p, q).mean()
-    torch.testing.assert_close(divergence.mean(), exact, rtol=0.05, atol=0.0)
-    entropy = _entropy(_Sampled(q)).mean()
-    torch.testing.assert_close(entropy, q.entropy().mean(), rtol=0.02, atol=0.0)
-
-
-def test_the_entropy_of_a_saturated_policy_is_that_of_what_was_drawn():
-    loc = torch.full((100_000, 1), 9.0)
-    log_std = torch.zeros((), requires_grad=True)
-    torch.manual_seed(0)
-    entropy = _entropy(TanhNormal(loc, log_std.exp().expand_as(loc))).mean()
-    (slope,) = torch.autograd.grad(entropy, log_std)
-    # 1 - tanh(u)^2 is 4 exp(-2u) here, so it is the normal's entropy and 2 (log 2 - u).
-    exact = 0.5 * math.log(2 * math.pi * math.e) + 2 * (math.log(2) - 9.0)
-    assert entropy.item() == pytest.approx(exact, abs=0.02)
-    assert slope.item() == pytest.approx(1.0, abs=0.02)
 
 
 class _Twofold(TensorDictModuleBase):

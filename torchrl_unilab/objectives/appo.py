@@ -16,13 +16,18 @@ from tensordict.nn import (
     dispatch,
 )
 from tensordict.utils import NestedKey
-from torch.distributions import Distribution, kl_divergence
 from torchrl import logger as torchrl_logger
-from torchrl.modules.distributions.utils import sample_and_log_prob
 from torchrl.objectives import LossModule
 
 from torchrl_unilab.checks import as_instance, as_integer, as_number, entry_of
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.objectives.distributions import (
+    check_log_prob,
+    distribution,
+    distribution_params,
+    divergence_of,
+    entropy_of,
+)
 from torchrl_unilab.objectives.vtrace import vtrace
 
 MIN_LR = 1e-5
@@ -234,11 +239,13 @@ class APPOLoss(LossModule):
         Raises:
             LayoutKeyError: The rollouts lack the behaviour policy's log probabilities, or what a
                 collector adds.
+            LayoutShapeError: There is another number of log probabilities than one per action.
         """
         keys = self.tensor_keys
         remedy = "Collect with a policy that returns it, and leave no key of the collector's out."
         needed = partial(entry_of, "APPOLoss", rollouts, remedy=remedy)
         log_b, action = needed(keys.sample_log_prob), needed(keys.action)
+        check_log_prob("APPOLoss", keys.sample_log_prob, log_b, rollouts.batch_size)
         signals = keys.reward, keys.done, keys.terminated
         reward, done, terminated = (needed(("next", key)).squeeze(-1) for key in signals)
         if self._losses_taken and self.steps == 0 and not self._warned:
@@ -256,8 +263,8 @@ class APPOLoss(LossModule):
         both = torch.stack([rollouts.select(*critic_in), after.select(*critic_in)])
         v_tm1, v_t = self._value(both).unbind(0)
         policy = self.target_actor_network
-        dist_params = _dist_params(policy, rollouts)
-        target_log_prob = _build(policy, dist_params).log_prob(action)
+        dist_params = distribution_params(policy, rollouts)
+        target_log_prob = distribution(policy, dist_params).log_prob(action)
         log_rho = target_log_prob - log_b
         value_target, advantage = vtrace(
             log_rho,
@@ -302,7 +309,8 @@ class APPOLoss(LossModule):
             self._losses_taken = True
         remedy = "Call `estimate` with the rollouts first."
         log_t = entry_of("APPOLoss", tensordict, keys.target_log_prob, remedy)
-        dist = _build(self.actor_network, _dist_params(self.actor_network, tensordict))
+        actor = self.actor_network
+        dist = distribution(actor, distribution_params(actor, tensordict))
         log_p = dist.log_prob(tensordict.get(keys.action))
         log_b = tensordict.get(keys.sample_log_prob)
         advantage = tensordict.get(keys.advantage)
@@ -320,10 +328,10 @@ class APPOLoss(LossModule):
             near = old + (value - old).clamp(-self.value_clip, self.value_clip)
             error = torch.max(error, (near - target).square())
 
-        entropy = _entropy(dist).mean()
+        entropy = entropy_of(dist).mean()
         with torch.no_grad():
-            target_dist = _build(self.target_actor_network, tensordict.get(keys.target))
-            kl = _kl_divergence(target_dist, dist).mean()
+            target_dist = distribution(self.target_actor_network, tensordict.get(keys.target))
+            kl = divergence_of(target_dist, dist).mean()
             clip_fraction = (ratio != clipped).float().mean()
             rho_clip_fraction = ((log_t - log_b).exp() > self.rho_bar).float().mean()
         return TensorDict(
@@ -363,36 +371,3 @@ class APPOLoss(LossModule):
         pairs = zip(self.target_actor_network.buffers(), self.actor_network.buffers(), strict=True)
         for target, buffer in pairs:
             target.copy_(buffer)
-
-
-def _dist_params(
-    policy: ProbabilisticTensorDictSequential, tensordict: TensorDictBase
-) -> TensorDictBase:
-    """Run a policy up to its distribution's parameters."""
-    selected = tensordict.select(*policy.in_keys)
-    return policy.get_dist_params(selected).select(*policy.dist_params_keys)
-
-
-def _build(policy: ProbabilisticTensorDictSequential, dist_params: TensorDictBase) -> Distribution:
-    head = policy.module[-1]
-    last = isinstance(head, ProbabilisticTensorDictModule)  # spares a search through all modules
-    build = head.get_dist if last else policy.build_dist_from_params
-    dist: Distribution = build(dist_params)
-    return dist
-
-
-def _entropy(dist: Distribution) -> torch.Tensor:
-    try:
-        return dist.entropy()
-    except NotImplementedError:  # estimated from a new draw: the action may be saturated
-        _, log_prob = sample_and_log_prob(dist, reparameterize=dist.has_rsample)
-        return torch.neg(log_prob)
-
-
-def _kl_divergence(p: Distribution, q: Distribution) -> torch.Tensor:
-    try:
-        return kl_divergence(p, q)
-    except NotImplementedError:  # an estimate that is never negative
-        sample = p.sample()
-        log_ratio = q.log_prob(sample) - p.log_prob(sample)
-        return log_ratio.exp() - 1.0 - log_ratio

@@ -17,10 +17,11 @@ from torchrl_unilab.checks import as_instance, as_integer
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.data import RolloutPool
-from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
+from torchrl_unilab.objectives.distributions import check_log_prob
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
@@ -290,12 +291,8 @@ class APPOTrainer(RankTrainer):
                 f"rollouts: no {missing} (expected all that the loss reads). Collect with its "
                 "actor, a ProbabilisticActor with return_log_prob=True, and leave out no key."
             )
-        if (found := batch.get(keys.sample_log_prob).shape) != batch.shape:
-            raise LayoutShapeError(
-                f"rollouts: {keys.sample_log_prob!r} has shape {tuple(found)} (expected "
-                f"{tuple(batch.shape)}, one number per action). Take a distribution of the whole "
-                "action, such as IndependentNormal."
-            )
+        log_prob = keys.sample_log_prob
+        check_log_prob("rollouts", log_prob, batch.get(log_prob), batch.shape)
         taken, reward = batch.select(*needed), ("next", keys.reward)
         taken.set(reward, taken.get(reward) * self.config.reward_scale)  # rewards may be integers
         rollout = self.pool.add(taken)
