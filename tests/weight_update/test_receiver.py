@@ -251,7 +251,7 @@ def test_a_receiver_that_was_shut_down_pulls_nothing_more(pair):
     assert not receiver.pull()
 
 
-@pytest.mark.parametrize("where", ["thread", "process"])
+@pytest.mark.parametrize("where", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_an_inference_server_acts_with_what_was_published_before_a_request(where, make_sender):
     policy = make_policy()
     sender = make_sender(model_id="policy", model=policy, devices=[CPU])
