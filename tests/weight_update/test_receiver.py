@@ -142,6 +142,21 @@ def test_weights_that_the_model_ties_are_refused_where_they_differ_and_leave_it_
     assert sender.applied_versions == {0: 1}
 
 
+def test_a_transposed_view_of_a_weight_is_not_taken_for_the_weight(make_sender):
+    def make(value: float) -> nn.Module:
+        layer = nn.Linear(2, 2)
+        nn.init.constant_(layer.weight, value)
+        layer.weight.data[0, 1] = 9.0
+        layer.register_buffer("turned", layer.weight.detach().t())
+        return layer
+
+    sender = make_sender(model_id="policy", model=make(0.25), devices=[CPU])
+    receiver, model = receiver_of(sender), make(0.75)
+    receiver.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    receiver.connect()
+    assert model.weight.tolist() == model.turned.t().tolist() == [[0.25, 9.0], [0.25, 0.25]]
+
+
 def test_a_state_that_was_refused_is_not_called_published(pulling):
     sender, collector, _ = pulling(make_policy())
     state = collector.state_dict()

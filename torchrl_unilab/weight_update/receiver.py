@@ -95,7 +95,7 @@ class WeightReceiver:
         targets = weights.tensors(model) or []
         self._addresses = [*map(_address, targets)]
         first: dict[Any, str] = {}  # name of each tensor; it may have others
-        memory = [(_address(tensor), tensor.shape) for tensor in targets]
+        memory = [(_address(tensor), tensor.shape, tensor.stride()) for tensor in targets]
         named = [*zip(memory, weights.names, strict=True)]
         self._tied = [(first[at], name) for at, name in named if first.setdefault(at, name) != name]
         device = next((tensor.device for tensor in targets), torch.device("cpu"))
