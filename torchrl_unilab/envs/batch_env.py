@@ -328,6 +328,7 @@ class MujocoBatchEnv(EnvBase, metaclass=Constructor):
 
     def rollout(self, max_steps: int, policy: Any = None, *args: Any, **kw: Any) -> TensorDictBase:
         """Do as the base class, whose random actions take longer than the Python code of a step."""
+        # Not by an override of `rand_action`, which a TransformedEnv refuses if it changes actions.
         given = policy is not None or kw.get("actions") is not None
         if not given and type(self).rand_action is EnvBase.rand_action:
             spec, kw["trust_policy"] = self.action_spec, True

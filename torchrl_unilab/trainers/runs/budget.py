@@ -141,7 +141,7 @@ class RunBudget:
 
 
 def check_frames(frames: int, config: Config, ranks: int = 1, name: str = "frames") -> None:
-    """Refuse fewer frames than the first update needs."""
+    """Refuse what is no number of frames, and fewer than the first update needs."""
     remedy = "Set the frames to collect, of all ranks together."
     as_integer(name, frames, remedy)
     if isinstance(config, OffPolicyConfig):
