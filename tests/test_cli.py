@@ -136,7 +136,7 @@ def test_a_run_without_a_directory_gets_one_of_its_own(tmp_path, monkeypatch, ca
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("InvertedPendulum-v5-appo-5-20")
     assert (run_dir / "summary.json").is_file()
-    left = f"wrote runs/{run_dir.name}: summary.json, returns.png, checkpoint, logs\n"
+    left = f"wrote runs/{run_dir.name}: summary.json, returns.png, checkpoint, best, logs\n"
     assert left in capsys.readouterr().out  # and no trace, which was not asked for
 
 
@@ -186,14 +186,15 @@ def test_a_run_ends_with_what_came_of_it_one_figure_a_line(capsys):
     busy = {"learner": 0.5, "collectors": [0.25, 0.75]}
     _show(
         {"env": "Hopper-v5", "final_return": 1234.56, "eval_return": None, "frames": 5000}
-        | {"seconds": 2.0, "busy": busy}
+        | {"seconds": 2.0, "busy": busy, "best": {"frames": 4096, "eval_return": 2345.67}}
     )
     title, *figures, note = capsys.readouterr().out.splitlines()
     assert title == "Hopper-v5"
-    assert note.startswith("deterministic: without exploration; busy: ")
+    assert note.startswith("deterministic, best: without exploration; busy: ")
     assert figures == [
         "  training return: 1,234.6",
         "  deterministic: none",
+        "  best: 2,345.7 at 4,096 frames",
         "  frames: 5,000",
         "  seconds: 2.0",
         "  frames/s: 2,500",

@@ -97,6 +97,7 @@ def test_without_standard_output_a_command_succeeds():
     [
         ("", "deterministic", True),
         ("--no-deterministic", "deterministic", False),
+        ("--best", "best", True),
         ("", "camera", None),
         ("--camera -1", "camera", -1),
         ("--camera 2", "camera", 2),
@@ -112,7 +113,10 @@ def test_a_film_is_made_as_was_asked(flags, name, value, monkeypatch):
 def test_a_run_is_evaluated_on_as_many_episodes_as_the_help_says(monkeypatch):
     monkeypatch.setattr(torchrl_unilab, "evaluate_run", evaluate := Mock(return_value={}))
     assert main(["eval", "--run-dir", "run"]) == 0
-    assert evaluate.call_args.kwargs == {"run_dir": "run", "episodes": 16, "seed": 0}
+    expected = {"run_dir": "run", "best": False, "episodes": 16, "seed": 0}
+    assert evaluate.call_args.kwargs == expected
+    assert main(["eval", "--run-dir", "run", "--best"]) == 0
+    assert evaluate.call_args.kwargs == expected | {"best": True}
 
 
 def test_the_end_of_a_job_interrupts_as_ctrl_c_does_and_ends_what_was_started(monkeypatch, capsys):
@@ -129,7 +133,7 @@ def test_the_end_of_a_job_interrupts_as_ctrl_c_does_and_ends_what_was_started(mo
 
 
 FILM = {"run_dir": "run", "video": "a.mp4", "episodes": 1, "max_steps": None, "seed": 0}
-FILM |= {"width": 640, "height": 480, "camera": None, "deterministic": True}
+FILM |= {"best": False, "width": 640, "height": 480, "camera": None, "deterministic": True}
 
 
 def test_a_film_is_made_as_the_help_says_unless_it_is_told(monkeypatch):
@@ -220,7 +224,13 @@ def test_a_run_to_resume_is_started_as_long_as_it_has_no_checkpoint(
 
 
 def test_a_run_of_no_time_and_without_collectors_has_no_rate(capsys):
-    summary = {"env": "Hopper-v5", "final_return": None, "eval_return": 1.0, "frames": 0}
+    summary = {
+        "env": "Hopper-v5",
+        "final_return": None,
+        "eval_return": 1.0,
+        "frames": 0,
+        "best": None,
+    }
     cli._show(summary | {"seconds": 0.0, "busy": {"learner": 0.0, "collectors": []}})
     shown = capsys.readouterr().out.splitlines()
     assert {"  frames/s: none", "  busy: learner 0%, collectors none"} <= {*shown}

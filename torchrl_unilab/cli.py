@@ -237,7 +237,7 @@ def _train(options: argparse.Namespace) -> int:
     if launcher_env("RANK", 0):
         return 130 if summary["interrupted"] else 0
     _show(summary)
-    files = ("summary.json", "returns.png", "checkpoint", "logs", "trace.json")
+    files = ("summary.json", "returns.png", "checkpoint", "best", "logs", "trace.json")
     there = [name for name in files if Path(options.run_dir, name).exists()]
     print(f"wrote {options.run_dir}: {', '.join(there)}")
     if not summary["interrupted"]:
@@ -280,10 +280,12 @@ def _has_to_start(options: argparse.Namespace) -> bool:
 def _show(summary: Mapping[str, Any]) -> None:
     """Print the results of a run, one a line."""
     busy, frames, seconds = summary["busy"], summary["frames"], summary["seconds"]
+    best = summary["best"]
     collectors = ", ".join(f"{share:.0%}" for share in busy["collectors"]) or "none"
     cells = {
         "training return": _number(summary["final_return"]),
         "deterministic": _number(summary["eval_return"]),
+        "best": f"{_number(best['eval_return'])} at {best['frames']:,} frames" if best else "none",
         "frames": f"{frames:,}",
         "seconds": f"{seconds:,.1f}",
         "frames/s": f"{frames / seconds:,.0f}" if seconds else "none",
@@ -292,7 +294,7 @@ def _show(summary: Mapping[str, Any]) -> None:
     print(summary["env"])
     for name, cell in cells.items():
         print(f"  {name}: {cell}")
-    print("deterministic: without exploration; busy: all but waits, collectors' cores")
+    print("deterministic, best: without exploration; busy: all but waits, collectors' cores")
 
 
 def _requested(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -356,9 +358,15 @@ def _budget(options: argparse.Namespace) -> int:
     return 0 if refusal is None else _refused(refusal)
 
 
+def _add_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--run-dir", required=True, help="directory of a run")
+    best = "take the policy of the run's best evaluation, not the newest one"
+    command.add_argument("--best", action="store_true", help=best)
+
+
 def _add_evaluation(evaluation: argparse.ArgumentParser) -> None:
     add, count = evaluation.add_argument, argument(int)
-    add("--run-dir", required=True, help="directory of a run")
+    _add_run(evaluation)
     add("--episodes", default=16, help="number of episodes (default: 16)", **count)
     add("--seed", default=0, help="seed of the episodes (default: 0)", **count)
     evaluation.set_defaults(run=partial(_print_result, "evaluate_run"))
@@ -366,7 +374,7 @@ def _add_evaluation(evaluation: argparse.ArgumentParser) -> None:
 
 def _add_playing(playing: argparse.ArgumentParser) -> None:
     add, count, path = playing.add_argument, argument(int), os.path.expanduser
-    add("--run-dir", required=True, help="directory of a run")
+    _add_run(playing)
     add("--video", required=True, type=path, help="file to write, ending in .mp4")
     add("--episodes", default=1, help="episodes, one after the other (default: 1)", **count)
     add("--max-steps", help="steps after which an episode ends (default: the task's)", **count)

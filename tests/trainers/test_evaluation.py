@@ -229,6 +229,19 @@ def test_an_evaluation_is_filmed_each_so_many_frames(policy, transport, tmp_path
     assert len(frames) == 4  # three steps, and the first state
 
 
+def test_the_policy_of_each_evaluation_is_handed_to_its_keeper(policy, transport, tmp_path):
+    def keep(kept: torch.nn.Module, frames: int, mean_return: float) -> None:
+        torch.save((kept.state_dict(), frames, mean_return), tmp_path / f"{frames}.pt")
+
+    with _evaluating(make_env, policy, transport, interval=100, keep=keep) as evaluation:
+        for frames in (100, 230):
+            _collect(evaluation, evaluation._trainer, frames, finish=True)
+        returns = [(one.frames, one.mean_return) for one in evaluation.evaluations]
+    kept = [torch.load(tmp_path / f"{frames}.pt") for frames in (100, 230)]
+    assert [(frames, mean) for _, frames, mean in kept] == returns
+    assert all(torch.equal(kept[0][0][key], value) for key, value in policy.state_dict().items())
+
+
 def test_its_process_gives_way_to_learner_and_collectors(shared):
     (pid,) = shared.pids
     assert psutil.Process(pid).nice() == min(19, psutil.Process().nice() + 10)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,6 +156,8 @@ class BackgroundEvaluation(Owner):
         max_steps: Steps after which an unfinished episode is cut.
         seed: Seeds the environment before each evaluation.
         videos: Which evaluations are filmed, in an additional episode; none if None.
+        keep: Called in that process with the policy, frames and mean return of each evaluation, for
+            example to save the best policy. Picklable.
 
     Raises:
         ConfigError: `interval` is not positive.
@@ -190,6 +193,7 @@ class BackgroundEvaluation(Owner):
         max_steps: int = 100_000,
         seed: int = 0,
         videos: Videos | None = None,
+        keep: Callable[[TensorDictModuleBase, int, float], object] | None = None,
     ) -> None:
         self.interval = as_integer("evaluation interval", interval, "Use 1 or more.")
         self.evaluations: list[Evaluation] = []
@@ -199,7 +203,8 @@ class BackgroundEvaluation(Owner):
         self._videos = videos
         self._filmed = 0  # frames of the newest video
         stage = videos.create_env if videos else None
-        payload = cloudpickle.dumps((create_env, stage, on_host(policy), episodes, max_steps, seed))
+        acting = create_env, stage, on_host(policy), episodes, max_steps, seed, keep
+        payload = cloudpickle.dumps(acting)
         self._process = WorkerGroup(_run, [(payload, transport)], name="evaluation")
 
     def register(self, trainer: Trainer) -> None:
@@ -275,7 +280,7 @@ class BackgroundEvaluation(Owner):
 def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
     """Evaluate on request, until the learner ends."""
     os.nice(_NICENESS)
-    create_env, create_stage, policy, episodes, max_steps, seed = cloudpickle.loads(payload)
+    create_env, create_stage, policy, episodes, max_steps, seed, keep = cloudpickle.loads(payload)
 
     def act_while_needed(current: TensorDictBase) -> TensorDictBase:
         link.request(block=False)  # raises if the learner has ended; no request comes meanwhile
@@ -289,9 +294,12 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
             frames, video = request
             version = transport.read_weights_into(policy)
             returns, lengths = _play_episodes(env, act_while_needed, episodes, max_steps, seed)
+            mean_return = returns.mean().item()
+            if keep is not None:
+                keep(policy, frames, mean_return)
             if video is not None:
                 _film(create_stage, act_while_needed, video, seed)
-            link.answer((frames, version, returns.mean().item(), lengths.mean().item()))
+            link.answer((frames, version, mean_return, lengths.mean().item()))
 
 
 def _film(create_env: CreateEnv, policy: Policy, path: Path, seed: int) -> None:

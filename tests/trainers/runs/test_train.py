@@ -56,6 +56,8 @@ SUMMARY_KEYS = {
     "threads",
     "curve",
     "versions",
+    "best",
+    "evaluations",
 }
 
 
@@ -148,7 +150,7 @@ def test_the_summary_of_a_run_is_written(appo_run):
     assert written == json.loads(json.dumps(appo_run.summary))
     assert (written["frames"], written["seed"]) == (1024, 3)
     assert {"torchrl", "torch", "mujoco"} <= written["versions"].keys()
-    assert set(written) == SUMMARY_KEYS | {"evaluations"}  # those only where they are asked for
+    assert set(written) == SUMMARY_KEYS
 
 
 def test_a_run_is_evaluated_while_it_trains(appo_run):

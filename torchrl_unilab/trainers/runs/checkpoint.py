@@ -144,7 +144,6 @@ class RunCheckpoints(CheckpointRotation):
     def metadata(
         self,
         run: Mapping[str, Any],
-        *,
         total_frames: int,
         resumed: Collection[int] = (),
         version: int = 0,

@@ -4,6 +4,7 @@ Its entries::
 
     config.yaml     settings, which repeat the run (`torchrl_unilab.configs.file`)
     checkpoint/     checkpoints (`torchrl_unilab.trainers.runs.checkpoint`)
+    best/           the policy of the best evaluation (`torchrl_unilab.trainers.runs.best_policy`)
     logs/           CSV; tensorboard/ beside it (`torchrl_unilab.trainers.runs.loggers`)
     summary.json    what came of the run; returns.png, its curve: both at its end
     trace.json      the timeline, if asked for (`torchrl_unilab.runtime.trace`)
@@ -24,6 +25,7 @@ from torchrl_unilab.configs.file import CONFIG_FILE, StrPath, read_config
 from torchrl_unilab.errors import ConfigError
 
 CHECKPOINT = "checkpoint"
+BEST = "best"
 TRACE = "trace.json"
 VIDEOS = "videos"
 

@@ -31,7 +31,7 @@ from torchrl_unilab.limits import available_cores
 from torchrl_unilab.trainers.evaluation import MOST_AT_ONCE, evaluate
 from torchrl_unilab.trainers.runs.builders import build_learner
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun
-from torchrl_unilab.trainers.runs.directory import CHECKPOINT, run_path
+from torchrl_unilab.trainers.runs.directory import BEST, CHECKPOINT, run_path
 from torchrl_unilab.trainers.video import check_video, film_episodes
 
 MACHINE_SETTINGS = ("device", "collector_device", "physics_threads", "learner_threads")
@@ -139,14 +139,20 @@ def check_newest(saved: SavedRun | None, run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def loaded_run(
-    run_dir: StrPath, purpose: str, create_env: CreateEnv | None = None, **env_options: Any
+    run_dir: StrPath,
+    purpose: str,
+    create_env: CreateEnv | None = None,
+    *,
+    best: bool = False,
+    **env_options: Any,
 ) -> Iterator[tuple[Mapping[str, Any], Any, TensorDictModuleBase]]:
-    """Load the checkpoint of a run; close the environment, and restore torch's generator, after it.
+    """Load the policy of a run; close the environment, and restore torch's generator, after it.
 
     Args:
         run_dir: A run.
         purpose: A verb for messages: "evaluate".
         create_env: Makes the environment; `MujocoBatchEnv` of the run's task if not given.
+        best: Load the policy of the best evaluation, not the newest one.
         **env_options: Of `MujocoBatchEnv`, if it makes it.
 
     Yields:
@@ -165,9 +171,14 @@ def loaded_run(
             "run directory). Train first."
         )
     refusal = f"cannot {purpose} {run_dir}"
+    if best and not (path / BEST).is_dir():
+        raise CheckpointError(
+            f"{refusal}: no {BEST} there (expected policies of evaluations). Leave best out, for "
+            "the newest checkpoint."
+        )
     try:
         file_settings = file_settings_of(path)
-        saved = RunCheckpoints(path / CHECKPOINT).newest(("policy",))
+        saved = RunCheckpoints(path / (BEST if best else CHECKPOINT)).newest(("policy",))
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"{refusal}: {error}") from error
     check_run(saved, file_settings, refusal)
@@ -193,11 +204,14 @@ def check_episodes(episodes: int, seed: int) -> tuple[int, int]:
     return kinds["eval_episodes"].check("episodes", episodes), kinds["seed"].check("seed", seed)
 
 
-def load_policy(run_dir: StrPath, *, create_env: CreateEnv | None = None) -> TensorDictModuleBase:
+def load_policy(
+    run_dir: StrPath, *, best: bool = False, create_env: CreateEnv | None = None
+) -> TensorDictModuleBase:
     """Load the policy of a run's checkpoint, to act with it anywhere.
 
     Args:
         run_dir: The run.
+        best: Load the policy of the best evaluation, not the newest one.
         create_env: The function that the run was given, if any.
 
     Returns:
@@ -218,17 +232,24 @@ def load_policy(run_dir: StrPath, *, create_env: CreateEnv | None = None) -> Ten
         >>> policy(TensorDict(observation=torch.zeros(4)))["action"].shape
         torch.Size([1])
     """
-    with loaded_run(run_dir, "load", create_env, num_envs=1, num_threads=1) as (_, _, actor):
+    size = {"num_envs": 1, "num_threads": 1}
+    with loaded_run(run_dir, "load", create_env, best=best, **size) as (_, _, actor):
         return actor
 
 
 def evaluate_run(
-    run_dir: StrPath, *, episodes: int = 16, seed: int = 0, create_env: CreateEnv | None = None
+    run_dir: StrPath,
+    *,
+    best: bool = False,
+    episodes: int = 16,
+    seed: int = 0,
+    create_env: CreateEnv | None = None,
 ) -> dict[str, Any]:
     """Evaluate the checkpoint of a run on its task.
 
     Args:
         run_dir: The run.
+        best: Evaluate the policy of the best evaluation, not the newest one.
         episodes: How many.
         seed: Of the episodes.
         create_env: The function that the run was given, if any.
@@ -249,7 +270,7 @@ def evaluate_run(
     """
     episodes, seed = check_episodes(episodes, seed)
     size = {"num_envs": min(episodes, MOST_AT_ONCE), "num_threads": available_cores()}
-    with loaded_run(run_dir, "evaluate", create_env, **size) as (settings, env, actor):
+    with loaded_run(run_dir, "evaluate", create_env, best=best, **size) as (settings, env, actor):
         max_steps = settings.get("eval_max_steps", RunConfig.eval_max_steps)
         steps = RunConfig.kinds()["eval_max_steps"]  # a person may have changed it
         steps.check("eval_max_steps", max_steps)
@@ -261,6 +282,7 @@ def play_run(
     run_dir: StrPath,
     video: StrPath,
     *,
+    best: bool = False,
     episodes: int = 1,
     max_steps: int | None = None,
     seed: int = 0,
@@ -279,6 +301,7 @@ def play_run(
     Args:
         run_dir: A run.
         video: The file to write, ending in ``.mp4``; replaced if it exists.
+        best: Film the policy of the best evaluation, not the newest one.
         episodes: How many.
         max_steps: Steps after which an episode ends; the task's limit if None.
         seed: Seed of the episodes, and of actions that are drawn.
@@ -316,7 +339,7 @@ def play_run(
     }
     kind = ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM
     with (
-        loaded_run(run_dir, "play", **options) as (settings, env, actor),
+        loaded_run(run_dir, "play", best=best, **options) as (settings, env, actor),
         set_exploration_type(kind),
     ):
         torch.manual_seed(seed)

@@ -28,7 +28,7 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     known = json.loads(json.dumps(summary), parse_constant=lambda _: None)
     write_whole(path / _FILE, json.dumps(known, allow_nan=False))
     title = f"{summary['env']}, {summary['algo'].upper()}, seed {summary['seed']}"
-    plot_returns(path / "returns.png", title, summary["curve"], summary.get("evaluations", ()))
+    plot_returns(path / "returns.png", title, summary["curve"], summary["evaluations"])
 
 
 def summarised_frames(path: Path) -> int:

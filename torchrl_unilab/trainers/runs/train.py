@@ -27,6 +27,7 @@ from torchrl_unilab.runtime.ranks import Ranks, shapes_of
 from torchrl_unilab.trainers.evaluation import MOST_AT_ONCE, BackgroundEvaluation, Videos, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
 from torchrl_unilab.trainers.progress import can_draw, log_progress, stop_reason, stop_when
+from torchrl_unilab.trainers.runs.best_policy import keep_best
 from torchrl_unilab.trainers.runs.budget import check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
@@ -37,6 +38,7 @@ from torchrl_unilab.trainers.runs.checkpoint import (
     save_learner,
 )
 from torchrl_unilab.trainers.runs.directory import (
+    BEST,
     CHECKPOINT,
     TRACE,
     VIDEOS,
@@ -263,6 +265,8 @@ class Run:
         names = ("env", "algo", "seed", OWN_ENVIRONMENT)
         run = {name: value for name, value in self.settings.items() if name in names}
         run |= dataclasses.asdict(self.config) | {"ranks": self.ranks.size}
+        metadata = partial(checkpoints.metadata, run, options.frames, self.resumed)
+        self._keep_best = partial(keep_best, self.path / BEST, metadata())
         trainer = self.algorithm.trainer(
             collector=collector,
             loss_module=self.learner.loss,
@@ -275,9 +279,7 @@ class Run:
             seed=self._acting_seed,
             checkpoint=run_checkpoint(**replay),
             checkpoint_rotation=checkpoints,
-            checkpoint_metadata=lambda _: checkpoints.metadata(
-                run, total_frames=options.frames, resumed=self.resumed, version=scheme.version
-            ),
+            checkpoint_metadata=lambda _: metadata(version=scheme.version),
             save_trainer_interval=options.interval - 1,  # TorchRL waits for more than this
             log_interval=min(10 * collector.frames_per_batch, options.frames // 20),
         )
@@ -295,6 +297,7 @@ class Run:
             max_steps=options.eval_max_steps,
             seed=options.seed,
             videos=Videos(self._create_env(), self.path / VIDEOS, filmed) if filmed else None,
+            keep=self._keep_best,
         )
 
     def train(self) -> bool:
@@ -348,10 +351,12 @@ class Run:
     def summarise(self, interrupted: bool) -> dict[str, Any]:
         """Return the summary; rank 0 evaluates, writes it, and plots the learning curve."""
         options, trainer, returns = self.options, self.trainer, self.trainer.returns
-        eval_return, learner_busy = None, trainer.busy_time.busy  # before it evaluates
+        eval_return, best, learner_busy = None, None, trainer.busy_time.busy  # before it evaluates
         # If the run was interrupted, a second Ctrl-C only ends the evaluation.
         with contextlib.suppress(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
-            eval_return = self._evaluate() if self.is_rank_zero else None
+            if self.is_rank_zero:
+                eval_return, actor = self._evaluate(), on_host(self.learner.actor)
+                best = self._keep_best(actor, trainer.collected_frames, eval_return)
         summary = {
             "env": options.env,
             "algo": self.config.algorithm,
@@ -361,6 +366,7 @@ class Run:
             "seconds": returns.seconds,
             "final_return": returns.mean if returns.curve else None,
             "eval_return": eval_return,
+            "best": best,
             "interrupted": interrupted,
             "resumed": self.resumed,
             "policy_lag": dict(sorted(trainer.lag.histogram.items())),
@@ -369,10 +375,9 @@ class Run:
             "ranks": self.ranks.size,
             "threads": dataclasses.asdict(self.threads),
             "curve": returns.curve,
+            "evaluations": self.evaluation.evaluations if self.evaluation else [],
             "versions": {**package_versions()},
         }
-        if evaluations := self.evaluation.evaluations if self.evaluation else []:
-            summary["evaluations"] = evaluations
         if not self.is_rank_zero:
             return summary
         write_summary(self.path, summary)
