@@ -63,7 +63,6 @@ MANIFEST = "manifest.json"
 _PREFIX, _DIGITS = "frames", 12
 _ARCHIVE = ".tdz"
 _SUFFIXES = {".json", ".memmap", ".bin", ".pt", _ARCHIVE}  # not unpickled: .pt is weights only
-_CHUNK = 1 << 22
 
 
 class _ReplayAdapter(DumpLoadCheckpointAdapter):
@@ -316,11 +315,8 @@ def _digests(directory: Path, parts: tuple[str, ...] | None = None) -> dict[str,
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _refused_by_disk(error: OSError | RuntimeError) -> str:
