@@ -32,11 +32,11 @@ from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update.versions import PolicyVersions
 
-_OF_THE_LOSS = (
+LOSS_SETTINGS = (
     *("clip_epsilon", "value_clip", "entropy_coeff", "critic_coeff", "gamma", "lambda_"),
     *("rho_bar", "c_bar", "tau", "target_update_freq"),
 )
-"""Settings that the loss has."""
+"""Settings that the loss takes, by the names of its arguments."""
 
 
 class APPOTrainer(RankTrainer):
@@ -127,7 +127,7 @@ class APPOTrainer(RankTrainer):
                 f"max_policy_lag: {config.max_policy_lag} without a scheme (expected the "
                 "collector's, which counts versions). Pass scheme=, or leave max_policy_lag out."
             )
-        follows = [name for name in _OF_THE_LOSS if name != "gamma" or config.final_gamma is None]
+        follows = [name for name in LOSS_SETTINGS if name != "gamma" or config.final_gamma is None]
         check_effect(config, {name: getattr(loss_module, name) for name in follows}, "the loss")
         self.config, self.ranks = config, ranks
         self.stale = 0

@@ -35,7 +35,7 @@ from torchrl_unilab.modules import (
 from torchrl_unilab.modules.squashed import SquashedDeterministicActor
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.runtime.budget import MemoryItem
-from torchrl_unilab.trainers.appo import APPOTrainer
+from torchrl_unilab.trainers.appo import LOSS_SETTINGS, APPOTrainer
 from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
 from torchrl_unilab.trainers.runs.budget import (
     EVALUATION_ITEMS,
@@ -91,20 +91,7 @@ def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
     of_actor |= {"log_std": config.log_std, "noise_correlation": config.noise_correlation}
     actor = make_actor(action_size=env.action_spec.shape[-1], **of_actor)
     critic = make_critic(**of_critic)
-    loss = APPOLoss(
-        actor,
-        critic,
-        clip_epsilon=config.clip_epsilon,
-        value_clip=config.value_clip,
-        entropy_coeff=config.entropy_coeff,
-        critic_coeff=config.critic_coeff,
-        gamma=config.gamma,
-        lambda_=config.lambda_,
-        rho_bar=config.rho_bar,
-        c_bar=config.c_bar,
-        tau=config.tau,
-        target_update_freq=config.target_update_freq,
-    )
+    loss = APPOLoss(actor, critic, **{name: getattr(config, name) for name in LOSS_SETTINGS})
     return Learner(normalizers, actor, loss)
 
 
