@@ -197,7 +197,6 @@ class BackgroundEvaluation(Owner):
     ) -> None:
         self.interval = as_integer("evaluation interval", interval, "Use 1 or more.")
         self.evaluations: list[Evaluation] = []
-        self._trainer: Trainer | None = None
         self._running = False
         self._interval_start = 0  # frames at which an evaluation was last due, run or skipped
         self._videos = videos
@@ -236,7 +235,6 @@ class BackgroundEvaluation(Owner):
         After the last batch it is waited for: the last checkpoint has it.
         """
         trainer = self._trainer
-        assert trainer is not None, "register comes first"
         if self._running and self._process.poll(0):
             self.finish()
         frames = trainer.collected_frames
@@ -267,8 +265,7 @@ class BackgroundEvaluation(Owner):
         evaluation = Evaluation(*self._process.receive(0))
         self._running = False
         self.evaluations.append(evaluation)
-        logger = self._trainer.logger if self._trainer else None
-        if logger is not None:
+        if (logger := self._trainer.logger) is not None:
             logger.log_scalar("eval_return", evaluation.mean_return, step=evaluation.frames)
             logger.log_scalar("eval_length", evaluation.mean_length, step=evaluation.frames)
 
