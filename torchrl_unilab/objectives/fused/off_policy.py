@@ -133,7 +133,7 @@ class FusedOffPolicyUpdate(Owner):
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
         actor = self._known_head(loss)
-        if actor is None or not self.supports(loss):
+        if actor is None or not critics_are_known(loss, actor):
             raise ConfigError(
                 f"{type(self).__name__}: {type(loss).__name__} of {loss.actor_network} and "
                 f"{loss.qvalue_network} (expected {self.expected}). Take steps by the loss and "

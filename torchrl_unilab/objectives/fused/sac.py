@@ -82,10 +82,9 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
 
     @staticmethod
     def _known_head(loss: LossModule) -> TensorDictModuleBase | None:
-        actor = loss.actor_network
-        if type(loss) is not SACLoss or type(actor) is not SquashedGaussianActor:
+        if type(loss) is not SACLoss or type(loss.actor_network) is not SquashedGaussianActor:
             return None
-        head: TensorDictModuleBase = actor[0]
+        head: TensorDictModuleBase = loss.actor_network[0]
         known = (
             type(head) is SquashedGaussianParameters
             and is_relu_mlp(head.net, 2 * len(head.center))

@@ -66,14 +66,10 @@ class FusedTD3Update(FusedOffPolicyUpdate):
 
     @staticmethod
     def _known_head(loss: LossModule) -> TensorDictModuleBase | None:
+        if type(loss) is not TD3Loss or type(loss.actor_network) is not SquashedDeterministicActor:
+            return None
         actor: TensorDictModuleBase = loss.actor_network
-        known = (
-            type(loss) is TD3Loss
-            and type(actor) is SquashedDeterministicActor
-            and is_relu_mlp(actor.net, len(actor.center))
-            and loss.delay_actor
-        )
-        return actor if known else None
+        return actor if is_relu_mlp(actor.net, len(actor.center)) and loss.delay_actor else None
 
     def __init__(
         self, loss: TD3Loss, *, lr_actor: float, lr_critic: float, tau: float, **options: Any
