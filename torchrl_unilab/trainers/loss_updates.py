@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import nn
-from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
+from torchrl.objectives import LossModule, SoftUpdate, TD3Loss
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import OptimizationStepper
 
@@ -132,9 +132,8 @@ class LossUpdate:
             if parameter.requires_grad:
                 part = "actor" if name.startswith("actor") else "critic"
                 self._groups["alpha" if name == "log_alpha" else part].append(parameter)
-        rates = {"actor": config.lr_actor, "critic": config.lr_critic, "alpha": config.lr_alpha}
         self.optimizers = {
-            part: torch.optim.Adam(group, lr=rates[part], fused=True)
+            part: torch.optim.Adam(group, lr=getattr(config, f"lr_{part}"), fused=True)
             for part, group in self._groups.items()
             if group
         }
@@ -220,17 +219,17 @@ def make_update(
         "ranks": ranks,
         "policy_thread": on_cpu and (config.learner_threads or available_cores()) > 1,
     }
-    update: FusedSACUpdate | FusedTD3Update
-    if config.fused and isinstance(loss, SACLoss) and FusedSACUpdate.supports(loss):
-        SoftUpdate(loss, tau=config.tau)
-        update = FusedSACUpdate(loss, lr_alpha=config.lr_alpha, **options)
-    elif config.fused and isinstance(loss, TD3Loss) and FusedTD3Update.supports(loss):
-        SoftUpdate(loss, tau=config.tau)
-        update = FusedTD3Update(loss, **options)
+    kind: type[FusedSACUpdate | FusedTD3Update]
+    if config.fused and FusedSACUpdate.supports(loss):
+        kind, options["lr_alpha"] = FusedSACUpdate, config.lr_alpha
+    elif config.fused and FusedTD3Update.supports(loss):
+        kind = FusedTD3Update
     else:
         if isinstance(loss, TD3Loss):
             _check_actor_inputs(loss)
         return LossUpdate(loss, config, ranks)
+    SoftUpdate(loss, tau=config.tau)
+    update = kind(loss, **options)
     if config.compile:
         update.compile()
     return update
