@@ -249,7 +249,7 @@ class APPOCollector(WorkerCollector):
 
     def _release_lent(self) -> None:
         """Release the rollout that was lent out."""
-        if self._lease is not None and self._sink is not None:
+        if self._lease is not None:
             if self._lease in self.storage.leases:  # an interrupt may have come after the release
                 self.storage.release(self._lease)
             self._lease = None
@@ -307,7 +307,7 @@ class APPOCollector(WorkerCollector):
         storage = self.storage
         return {
             "ring_occupancy": len(storage) / storage.max_size,
-            "dropped": sum(storage.dropped),
+            "dropped": self.dropped,
             "stale": self.stale,
             **super().status(),
         }
