@@ -164,13 +164,12 @@ def loaded_run(
         CheckpointError: There is no checkpoint, or it is damaged, or does not fit the environment;
             names an older one that is whole, if there is one.
     """
-    path = run_path(run_dir)
+    path, refusal = run_path(run_dir), f"cannot {purpose} {run_dir}"
     if not (path / CONFIG_FILE).is_file() and not (path / CHECKPOINT).exists():
         raise ConfigError(
-            f"cannot {purpose} {run_dir}: no {CONFIG_FILE} and {CHECKPOINT} there (expected a "
+            f"{refusal}: no {CONFIG_FILE} and {CHECKPOINT} there (expected a "
             "run directory). Train first."
         )
-    refusal = f"cannot {purpose} {run_dir}"
     if best and not (path / BEST).is_dir():
         raise CheckpointError(
             f"{refusal}: no {BEST} there (expected policies of evaluations). Leave best out, for "
