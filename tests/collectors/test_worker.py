@@ -164,7 +164,7 @@ def test_each_step_says_which_version_it_acted_with():
             sender.send()
             return out
 
-    for pull, expected in [("step", [0, 1, 2, 3]), ("rollout", [0] * 4), ("manual", [0] * 4)]:
+    for pull, expected in [("step", [0, 1, 2, 3]), ("rollout", [0] * 4)]:
         set_action(policy, 0.0)
         sender, receiver = _scheme(policy, acting, pull=pull)
         worker = RolloutWorker(Publishes(), acting, 4, scheme=receiver)
@@ -173,7 +173,7 @@ def test_each_step_says_which_version_it_acted_with():
         assert slot[POLICY_VERSION].tolist() == [expected] * 2
         assert (slot["action"].squeeze(-1) * 8).tolist() == [expected] * 2
         worker.rollout(slot)
-        second = {"step": [4, 5, 6, 7], "rollout": [4] * 4, "manual": [0] * 4}[pull]
+        second = {"step": [4, 5, 6, 7], "rollout": [4] * 4}[pull]
         assert slot[POLICY_VERSION].tolist() == [second] * 2
         assert (slot["action"].squeeze(-1) * 8).tolist() == [second] * 2
         sender.shutdown()

@@ -342,7 +342,7 @@ class RolloutWorker:
         clock, scheme, env = self.clock, self.scheme, self.env
         policy = env.rand_action if self.frames < self.random_frames else self.policy
         per_step = scheme if scheme is not None and scheme.pull_at == "step" else None
-        if scheme is not None and scheme.pull_at != "manual":
+        if scheme is not None:
             scheme.pull()
         version = 0 if scheme is None else scheme.applied_version
         clock.start()
