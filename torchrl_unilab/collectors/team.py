@@ -34,11 +34,16 @@ class WorkerTeam:
         restart_workers: How many lost workers are replaced before the loss of one is an error.
 
     Attributes:
+        service: The one worker in this process, if there is one.
+        group: The processes of the workers, if they have any.
         count: Number of workers.
         stopped: Whether the worker processes were ended.
         restarts: Workers replaced so far.
         seed: First seed of the run, from which those of replacements follow.
     """
+
+    service: WorkerService | None = None
+    group: WorkerGroup
 
     def __init__(
         self,
@@ -49,9 +54,10 @@ class WorkerTeam:
         timeout: float | None,
         restart_workers: int,
     ) -> None:
-        self._workers = workers
-        self.service = workers if isinstance(workers, WorkerService) else None
-        self.count = 1 if isinstance(workers, WorkerService) else len(workers)
+        if isinstance(workers, WorkerService):
+            self.service, self.count = workers, 1
+        else:
+            self.group, self.count = workers, len(workers)
         self.stopped = False
         self.restarts, self.seed = 0, 0
         self._sink, self._metrics = sink, metrics
@@ -130,12 +136,6 @@ class WorkerTeam:
                 return self.service.serve(*request)
             finally:
                 self._rng_state = torch.get_rng_state()
-
-    @property
-    def group(self) -> WorkerGroup:
-        """The processes of the workers."""
-        assert isinstance(self._workers, WorkerGroup), "the workers have processes"
-        return self._workers
 
     # Lost workers
 
