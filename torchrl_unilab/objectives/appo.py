@@ -23,7 +23,6 @@ from torchrl_unilab.checks import as_instance, as_integer, as_number, entry_of
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.objectives.distributions import (
     check_log_prob,
-    distribution,
     distribution_params,
     divergence_of,
     entropy_of,
@@ -264,7 +263,7 @@ class APPOLoss(LossModule):
         v_tm1, v_t = self._value(both).unbind(0)
         policy = self.target_actor_network
         dist_params = distribution_params(policy, rollouts)
-        target_log_prob = distribution(policy, dist_params).log_prob(action)
+        target_log_prob = policy.build_dist_from_params(dist_params).log_prob(action)
         log_rho = target_log_prob - log_b
         value_target, advantage = vtrace(
             log_rho,
@@ -310,7 +309,7 @@ class APPOLoss(LossModule):
         remedy = "Call `estimate` with the rollouts first."
         log_t = entry_of("APPOLoss", tensordict, keys.target_log_prob, remedy)
         actor = self.actor_network
-        dist = distribution(actor, distribution_params(actor, tensordict))
+        dist = actor.build_dist_from_params(distribution_params(actor, tensordict))
         log_p = dist.log_prob(tensordict.get(keys.action))
         log_b = tensordict.get(keys.sample_log_prob)
         advantage = tensordict.get(keys.advantage)
@@ -330,7 +329,9 @@ class APPOLoss(LossModule):
 
         entropy = entropy_of(dist).mean()
         with torch.no_grad():
-            target_dist = distribution(self.target_actor_network, tensordict.get(keys.target))
+            target_dist = self.target_actor_network.build_dist_from_params(
+                tensordict.get(keys.target)
+            )
             kl = divergence_of(target_dist, dist).mean()
             clip_fraction = (ratio != clipped).float().mean()
             rho_clip_fraction = ((log_t - log_b).exp() > self.rho_bar).float().mean()

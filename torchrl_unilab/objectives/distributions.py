@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+from tensordict.nn import ProbabilisticTensorDictSequential
 from torch.distributions import Distribution, kl_divergence
 from torchrl.modules.distributions.utils import sample_and_log_prob
 
@@ -19,15 +19,6 @@ def distribution_params(
     """Run a policy up to its distribution's parameters."""
     selected = tensordict.select(*policy.in_keys)
     return policy.get_dist_params(selected).select(*policy.dist_params_keys)
-
-
-def distribution(policy: ProbabilisticTensorDictSequential, params: TensorDictBase) -> Distribution:
-    """Return a policy's distribution of these parameters."""
-    head = policy.module[-1]
-    last = isinstance(head, ProbabilisticTensorDictModule)  # spares a search through all modules
-    build = head.get_dist if last else policy.build_dist_from_params
-    dist: Distribution = build(params)
-    return dist
 
 
 def entropy_of(dist: Distribution) -> torch.Tensor:
