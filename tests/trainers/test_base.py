@@ -55,6 +55,15 @@ def test_hooks_may_publish_to_another_collector_and_within_an_update(make, batch
 
 
 @OF_ONE_UPDATE
+@pytest.mark.parametrize("returned", [None, "no batch"])
+def test_a_hook_before_an_epoch_may_return_no_batch(make, batches, returned):
+    trainer = make()
+    trainer.register_op("pre_epoch", lambda batch: returned)
+    trainer.train()
+    assert trainer._optim_count
+
+
+@OF_ONE_UPDATE
 def test_the_end_is_saved_though_no_checkpoint_is_due(make, batches, tmp_path):
     trainer = make()
     trainer.checkpoint, trainer.save_trainer_file = Checkpoint(), tmp_path / "end"

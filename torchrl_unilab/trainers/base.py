@@ -163,6 +163,13 @@ class RankTrainer(Trainer):
             )
         return super()._process_batch_hook(batch)
 
+    def _pre_epoch_hook(self, batch: TensorDictBase, **_: Any) -> TensorDictBase:
+        """Call the hooks; as at other stages, what they return counts if it is a TensorDict."""
+        for hook, kwargs in self._pre_epoch_ops:
+            returned = hook(batch, **kwargs)
+            batch = returned if isinstance(returned, TensorDictBase) else batch
+        return batch
+
     def _report_update(self, means: Mapping[str, float]) -> None:
         """Call the hooks that come after an update's steps, and log its means.
 
