@@ -64,6 +64,15 @@ def test_a_hook_before_an_epoch_may_return_no_batch(make, batches, returned):
 
 
 @OF_ONE_UPDATE
+@pytest.mark.parametrize("frames", [None, -1, 0, "1024", float("nan")])
+def test_frames_to_collect_that_are_no_number_above_zero_are_refused(make, batches, frames):
+    made = make()
+    arguments = {"collector": made.collector, "loss_module": made.loss_module}
+    with made.collector, pytest.raises(ConfigError, match=rf"^total_frames: {frames!r} \(expected"):
+        type(made)(**arguments, total_frames=frames, config=made.config, progress_bar=False)
+
+
+@OF_ONE_UPDATE
 def test_the_end_is_saved_though_no_checkpoint_is_due(make, batches, tmp_path):
     trainer = make()
     trainer.checkpoint, trainer.save_trainer_file = Checkpoint(), tmp_path / "end"

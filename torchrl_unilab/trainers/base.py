@@ -14,6 +14,7 @@ from torch import nn
 from torchrl import logger as torchrl_logger
 from torchrl.trainers import CountFramesLog, LogScalar, Trainer, UpdateWeights, UTDRHook
 
+from torchrl_unilab.checks import as_number
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.configs import Config
@@ -56,8 +57,13 @@ class RankTrainer(Trainer):
     ranks: Ranks
     normalizers: Mapping[str, ObservationNormalizer]
 
-    def __init__(self, *, collector: Any, loss_module: nn.Module, **kwargs: Any) -> None:
-        super().__init__(collector=collector, loss_module=loss_module, **kwargs)
+    def __init__(
+        self, *, collector: Any, loss_module: nn.Module, total_frames: float, **kwargs: Any
+    ) -> None:
+        remedy = "Give how many to collect in all; float('inf') for no end."
+        as_number("total_frames", total_frames, remedy, "(0, inf]")
+        given = {"collector": collector, "loss_module": loss_module, "total_frames": total_frames}
+        super().__init__(**given, **kwargs)
         self._saved_at = time.monotonic()
         self._compared = False  # whether settings were compared with those of other ranks
         if isinstance(collector, WorkerCollector):
