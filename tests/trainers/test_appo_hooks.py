@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
+from torchrl.collectors.utils import split_trajectories
 from torchrl.objectives.value import GAE
 from torchrl.trainers import LRSchedulerHook, RewardNormalizer, UpdateWeights, ValueEstimatorHook
 
@@ -111,6 +112,16 @@ def test_padding_is_not_learnt_from():
     padded = batch.set(("collector", "mask"), torch.ones(batch.shape, dtype=torch.bool))
     with trainer.collector, pytest.raises(ConfigError, match=r"padded, .* Leave split_trajs out"):
         trainer._process_batch_hook(padded)
+
+
+def test_padding_that_a_hook_makes_is_not_learnt_from():
+    trainer = appo_trainer(1)
+    trainer.register_op("batch_process", split_trajectories)
+    with (
+        trainer.collector,
+        pytest.raises(ConfigError, match=r"padded, .* Leave split_trajs out of the collector, and"),
+    ):
+        trainer.train()
 
 
 def test_a_hook_may_change_a_minibatch_and_the_optimiser_stays_the_same_one():

@@ -157,17 +157,18 @@ class RankTrainer(Trainer):
         super().register_op(dest, op, **kwargs)
 
     def _process_batch_hook(self, batch: TensorDictBase) -> TensorDictBase:
-        """Refuse padding, which would be learnt from; then do as TorchRL.
+        """Do as TorchRL; then refuse padding, which would be learnt from.
 
         Raises:
-            ConfigError: The batch is padded.
+            ConfigError: The batch is padded, by the collector or by a hook.
         """
+        batch = super()._process_batch_hook(batch)
         if batch.get(("collector", "mask"), None) is not None:
             raise ConfigError(
                 "batch: padded, by ('collector', 'mask') (expected steps alone). Leave split_trajs "
-                "out of the collector."
+                "out of the collector, and split_trajectories out of the hooks."
             )
-        return super()._process_batch_hook(batch)
+        return batch
 
     def _pre_epoch_hook(self, batch: TensorDictBase, **_: Any) -> TensorDictBase:
         """Call the hooks; as at other stages, what they return counts if it is a TensorDict."""
