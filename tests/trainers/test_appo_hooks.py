@@ -222,3 +222,12 @@ def test_a_hook_may_leave_samples_out_of_an_epoch():
     trainer.optim_steps(batch)
     assert sizes == [17, 16] * 2
     trainer.collector.shutdown()
+
+
+@pytest.mark.parametrize(("stage", "rows"), [("pre_epoch", 1), ("process_optim_batch", 0)])
+def test_hooks_that_leave_a_minibatch_without_samples_are_refused(stage, rows):
+    trainer = appo_trainer()
+    trainer.register_op(stage, lambda samples: samples[:rows])
+    [batch] = pendulum_rollouts(1)
+    with trainer.collector, pytest.raises(ConfigError, match=r"^samples of a minibatch: 0 \(exp"):
+        trainer.optim_steps(batch)

@@ -303,6 +303,16 @@ def test_truncated_rows_that_would_pass_for_terminated_are_refused():
         make_update(build_learner(_env(), config).loss, config).prepare(rows)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_more_minibatches_than_rows_are_refused(fused):
+    config = OffPolicyConfig("sac", hidden=(), fused=fused)
+    update = make_update(build_learner(_env(), config).loss, config)
+    prepared = update.prepare(make_transitions(3, OBS, ACT))
+
+    with pytest.raises(ConfigError, match=r"^minibatches: 4 \(expected an integer of 1 to 3\)"):
+        [*update.minibatches(prepared, 4)]
+
+
 def _discrete() -> tuple[DQNLoss, TensorDict]:
     """A loss that writes ``loss`` alone, and rows for it."""
     actor = QValueActor(nn.Linear(OBS, 2), in_keys=["observation"], action_space="one_hot")

@@ -268,6 +268,8 @@ class APPOTrainer(RankTrainer):
         yield from self._pre_epoch_hook(pool[order]).tensor_split(minibatches)
 
     def _step(self, minibatch: TensorDictBase) -> torch.Tensor:
+        samples = minibatch.batch_size.numel()
+        as_integer("samples of a minibatch", samples, "Let the hooks leave some.")
         losses = self.optimization_stepper.step(self, minibatch)
         for name in self.optimization_stepper.further:
             self._further[name].append(losses.get(name).reshape(()).float())

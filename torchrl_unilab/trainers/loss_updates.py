@@ -17,7 +17,7 @@ from torchrl.objectives import LossModule, SoftUpdate, TD3Loss
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import OptimizationStepper
 
-from torchrl_unilab.checks import as_instance
+from torchrl_unilab.checks import as_instance, as_integer
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.errors import ConfigError
@@ -157,7 +157,13 @@ class LossUpdate:
         return batch
 
     def minibatches(self, prepared: TensorDictBase, count: int) -> Iterable[TensorDictBase]:
-        """Cut a batch into minibatches, whose sizes differ by one at most."""
+        """Cut a batch into minibatches, whose sizes differ by one at most.
+
+        Raises:
+            ConfigError: There are not that many rows.
+        """
+        remedy = "Prepare a larger sample."
+        count = as_integer("minibatches", count, remedy, most=len(prepared))
         yield from prepared.tensor_split(count)
 
     def step(self, minibatch: TensorDictBase, *, update_policy: bool = True) -> torch.Tensor:
