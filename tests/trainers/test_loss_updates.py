@@ -18,7 +18,7 @@ from torchrl.objectives import DDPGLoss, DQNLoss, SACLoss
 
 from tests.support import reference
 from tests.support.off_policy import make_transitions
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.modules import make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
@@ -300,6 +300,14 @@ def test_truncated_rows_that_would_pass_for_terminated_are_refused():
     rows["next", "truncated"] = rows["next"].pop("terminated")
 
     with pytest.raises(ConfigError, match=r"'next.truncated' without 'next.terminated'"):
+        make_update(build_learner(_env(), config).loss, config).prepare(rows)
+
+
+def test_rows_without_what_came_next_are_refused_by_its_name():
+    config = OffPolicyConfig("sac", hidden=(), fused=False)
+    rows = make_transitions(ROWS, OBS, ACT).exclude("next")
+
+    with pytest.raises(LayoutKeyError, match=r"^transitions: no 'next' among \['action', 'obs"):
         make_update(build_learner(_env(), config).loss, config).prepare(rows)
 
 

@@ -17,7 +17,7 @@ from torchrl.objectives import LossModule, SoftUpdate, TD3Loss
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import OptimizationStepper
 
-from torchrl_unilab.checks import as_instance, as_integer
+from torchrl_unilab.checks import as_instance, as_integer, entry_of
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.errors import ConfigError
@@ -146,8 +146,9 @@ class LossUpdate:
 
         Raises:
             ConfigError: Truncated rows would pass for terminated ones, as nothing tells them apart.
+            LayoutKeyError: The rows lack what came next.
         """
-        keys = batch.get("next").keys()
+        keys = entry_of("transitions", batch, "next", "Leave it in.").keys()
         if "truncated" in keys and "terminated" not in keys:
             raise ConfigError(
                 "batch: 'next.truncated' without 'next.terminated' (expected both, or a loss takes "
