@@ -45,7 +45,7 @@ PRIVATE = {
     "torchrl.objectives.common": "_erase_cache _forward_value_estimator_keys "
     "_has_update_associated",
     "torchrl.record.loggers.common": "_create_experiment",
-    "torchrl.trainers.trainers": "_checkpoint_manifest_metadata _log _log_dict "
+    "torchrl.trainers.trainers": "_checkpoint_manifest_metadata _log _log_dict _modules "
     "_optim_count _pbar _post_epoch_hook _post_epoch_log_hook _post_optim_complete_log_ops "
     "_post_optim_hook _post_optim_log _post_optim_log_ops "
     "_post_steps_log_hook _post_steps_ops _pre_epoch_hook _pre_epoch_log_hook _pre_epoch_ops "

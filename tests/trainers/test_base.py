@@ -6,12 +6,12 @@ from unittest.mock import Mock
 import pytest
 from torch import nn
 from torchrl.checkpoint import Checkpoint
-from torchrl.trainers import UpdateWeights, UTDRHook
+from torchrl.trainers import ClearCudaCache, UpdateWeights, UTDRHook
 
 from tests.support.off_policy_training import off_policy_trainer
 from tests.support.training import QUICK, appo_loss, appo_trainer, trainer_of
 from torchrl_unilab.collectors import APPOCollector
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.trainers import APPOConfig, base
 from torchrl_unilab.trainers.base import NORM
@@ -79,6 +79,34 @@ def test_the_end_is_saved_though_no_checkpoint_is_due(make, batches, tmp_path):
     trainer.train()
     assert trainer.collected_frames < trainer.save_trainer_interval
     assert Checkpoint.manifest(tmp_path / "end")
+
+
+@OF_ONE_UPDATE
+@pytest.mark.parametrize("missing", ["collector", "loss_module", "state", "of a hook"])
+def test_a_state_without_a_part_is_refused_before_anything_is_loaded(make, batches, missing):
+    trainer = make()
+    ClearCudaCache(2).register(trainer, "of a hook")
+    state = trainer.state_dict()
+    del state[missing]
+    trainer.loss_module.load_state_dict = loaded = Mock()
+    with trainer.collector, pytest.raises(CheckpointError, match=rf"no \['{missing}'\] \(expect"):
+        trainer.load_state_dict(state)
+    assert not loaded.called
+
+
+def test_a_state_of_another_trainer_is_refused_by_the_parts_that_it_lacks():
+    one, other = appo_trainer(), off_policy_trainer()
+    with one.collector, other.collector:
+        of_one, of_other = one.state_dict(), other.state_dict()
+        with pytest.raises(
+            CheckpointError, match=r"^state of APPOTrainer: no \['optimization_stepp"
+        ):
+            one.load_state_dict(of_other)
+        with pytest.raises(
+            CheckpointError, match=r"^state of OffPolicyTrainer: no \['learner', 'p"
+        ):
+            other.load_state_dict(of_one)
+    other.close()
 
 
 @pytest.mark.parametrize(("seconds", "times"), [(None, 0), (100.0, 5), (600.0, 1)])

@@ -344,3 +344,18 @@ def test_a_state_of_another_kind_of_update_is_refused_before_anything_is_loaded(
     for trainer in (saved, other):
         trainer.collector.shutdown()
         trainer.close()
+
+
+@BOTH
+def test_a_state_of_the_other_algorithm_is_refused_before_anything_is_loaded(algorithm):
+    saved = off_policy_trainer(algorithm="sac" if algorithm == "td3" else "td3")
+    other = off_policy_trainer(algorithm=algorithm)
+    other.loss_module.load_state_dict = loaded = Mock()
+    with pytest.raises(
+        CheckpointError, match=r"^state of OffPolicyTrainer: \['optimizer_actor'.* \(exp"
+    ):
+        other.load_state_dict(saved.state_dict())
+    assert not loaded.called
+    for trainer in (saved, other):
+        trainer.collector.shutdown()
+        trainer.close()

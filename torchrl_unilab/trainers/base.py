@@ -97,8 +97,16 @@ class RankTrainer(Trainer):
         """Load what `state_dict` returned.
 
         Raises:
-            CheckpointError: It is of a trainer with another `fused`; nothing was changed.
+            CheckpointError: It is of a trainer with another `fused`, of another algorithm, or
+                without one of the hooks that have state; nothing was changed.
         """
+        parts = ["collector", "loss_module", "state", *self._modules]
+        parts += ["optimizer"] if self.optimizer is not None else []
+        if missing := [part for part in parts if part not in state_dict]:
+            raise CheckpointError(
+                f"state of {type(self).__name__}: no {missing} (expected all of its parts). Load "
+                "it into a trainer of the algorithm that was saved, with the hooks that it had."
+            )
         for optimizer, saved in self._saved_optimizers(state_dict):
             found, own = (
                 sum(len(group["params"]) for group in groups)

@@ -18,7 +18,7 @@ from torchrl_unilab.checks import as_integer
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.configs.off_policy import OffPolicyConfig, compute_train_start_threshold
 from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
-from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
+from torchrl_unilab.errors import CheckpointError, ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
@@ -306,7 +306,14 @@ class OffPolicyTrainer(RankTrainer, Owner):
         self, state_dict: Mapping[str, Any]
     ) -> list[tuple[torch.optim.Optimizer, Mapping[str, Any]]]:
         saved, optimizers = state_dict["learner"], self.update.optimizers
-        return [(one, saved[f"optimizer_{part}"]) for part, one in optimizers.items()]
+        own = {f"optimizer_{part}": optimizer for part, optimizer in optimizers.items()}
+        found = {name for name in saved if name.startswith("optimizer_")}
+        if found != own.keys():
+            raise CheckpointError(
+                f"state of {type(self).__name__}: {sorted(found)} (expected {sorted(own)}). Load "
+                "it into a trainer of the algorithm that was saved."
+            )
+        return [(optimizer, saved[name]) for name, optimizer in own.items()]
 
     def _own_state(self) -> dict[str, Any]:
         """Return what a resumed trainer needs besides the loss and TorchRL's counts."""
