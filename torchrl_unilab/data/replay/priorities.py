@@ -19,7 +19,7 @@ from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
-from torchrl_unilab.checks import as_choice, as_integer
+from torchrl_unilab.checks import as_choice, as_integer, as_number
 from torchrl_unilab.data.positions import MASKS, flat_positions, is_single
 from torchrl_unilab.data.replay.priority_tree import PriorityTree
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
@@ -349,8 +349,5 @@ class PackedPrioritizedSampler(PrioritizedSampler):
 
 
 def _check_number(name: str, value: float) -> None:
-    if not 0.0 <= value < math.inf:  # nor is NaN
-        raise ConfigError(
-            f"PackedPrioritizedSampler {name}: {value} (expected a finite number of at least 0). "
-            "Use for example alpha=0.6, beta=0.4, eps=1e-8."
-        )
+    remedy = "Use for example alpha=0.6, beta=0.4, eps=1e-8."
+    as_number(f"PackedPrioritizedSampler {name}", value, remedy, "[0, inf)")

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_unilab.checks import as_choice, as_integer, as_seconds
+from torchrl_unilab.checks import as_choice, as_integer, as_number, as_seconds
 from torchrl_unilab.data.replay.append import Finals, NonFinite, RowAppender, as_rows, check_steps
 from torchrl_unilab.data.replay.form import RowForm
 from torchrl_unilab.data.replay.gather import ReplaySnapshot, RowReader
@@ -66,8 +66,7 @@ class SharedReplay(SharedStorage):
         max_size = as_integer("replay storage max_size", max_size, remedy, least=writers)
         n_step = as_integer("replay storage n_step", n_step, "Use 1 for one-step returns.")
         as_choice("replay storage non_finite", non_finite, get_args(NonFinite), "Choose one.")
-        if not 0.0 <= gamma <= 1.0:
-            raise ConfigError(f"replay storage gamma: {gamma!r} (expected 0 to 1). Use 0.99.")
+        gamma = as_number("replay storage gamma", gamma, "Use 0.99.", "[0, 1]")
         if isinstance(observation_keys, str):
             raise ConfigError(
                 f"replay storage observation_keys: {observation_keys!r} (expected a list of keys). "
