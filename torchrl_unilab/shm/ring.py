@@ -267,8 +267,7 @@ class RolloutRing(RingWriter):
         count = self._words[word] + 1
         self._releasing = token, word, count
         self._free[lease.writer].put(self._held, self._held.index(token))
-        self._words[word] = count
-        self._releasing = None
+        self._complete_interrupted()
 
     def _complete_interrupted(self) -> None:
         """Complete what an interrupt has cut short: a release's count, a recovery's tokens."""
