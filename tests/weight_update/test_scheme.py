@@ -170,6 +170,7 @@ def test_an_inference_server_counts_updates_as_with_the_stock_scheme(make_sender
     server._poll_weight_update()
 
     assert [*versions, server.policy_version] == [0, 1]
+    assert receiver.context is server  # which it set before the scheme was initialised without one
 
 
 @pytest.mark.parametrize("end", ["collected", "shut down"])

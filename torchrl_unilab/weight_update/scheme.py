@@ -144,8 +144,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         transport = self._require_transport()
         if weights is not None:
             transport.send_weights(weights)
-        context = None if self._context_ref is None else self._context_ref()
-        if isinstance(context, Collector):
+        if isinstance(context := self.context, Collector):
             self._apply_here(transport.cell(0), context, own=weights is None)
 
     def _apply_here(self, cell: SnapshotCell, context: Collector, *, own: bool) -> None:
@@ -194,8 +193,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 self._send_per_worker(transport, weights, worker_ids)
             else:
                 transport.send_weights(weights, worker_ids)
-            context = None if self._context_ref is None else self._context_ref()
-            if isinstance(context, Collector):  # its policy acts in this process
+            if isinstance(context := self.context, Collector):  # its policy acts in this process
                 self._apply_here(transport.cell(0), context, own=own)
 
     def _resolve_weights(self, weights: Any) -> Any:
@@ -203,7 +201,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
 
         The context's model is looked up each time, as the context may have replaced it.
         """
-        context = None if self._context_ref is None else self._context_ref()
+        context = self.context
         if type(self).prepare_weights is not WeightSyncScheme.prepare_weights:
             return self.prepare_weights(weights, self._model_id, self._strategy, context)
         if not (weights is None or isinstance(weights, str)):
@@ -269,11 +267,10 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 model = _resolve_model(context, model_id)
             if worker_idx is None:
                 worker_idx = getattr(context, "worker_idx", None)
-        self._model_id = model_id
-        self.worker_idx = worker_idx
+        self._model_id, self.worker_idx = model_id, worker_idx
         if model is not None:
             self.model = model
-        if context is not None:
+        if context is not None:  # else the one that there is stays: an inference server's
             self.context = context
 
     def _setup_connection_and_weights_on_receiver_impl(
@@ -330,7 +327,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
 
     def _forward_weights(self, receiver: WeightReceiver) -> None:
         """Tell the context the applied version, or forward the weights themselves."""
-        context = None if self._context_ref is None else self._context_ref()
+        context = self.context
         if isinstance(context, Collector) and not context._weight_sync_schemes:
             if self._model_id in (None, "policy"):
                 context._set_received_policy_version(receiver.applied)
