@@ -184,5 +184,5 @@ def check_specs(specs: Iterable[Spec], tensors: Iterable[torch.Tensor], remedy: 
             raise LayoutDtypeError(f"dtype of {key!r}: {tensor.dtype} (expected {dtype}). Cast it.")
 
 
-def _some(keys: Sequence[str], shown: int = 8) -> str:
-    return ", ".join(keys[:shown]) + (", ..." if len(keys) > shown else "")
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:8]) + (", ..." if len(keys) > 8 else "")

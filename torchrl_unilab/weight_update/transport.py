@@ -294,10 +294,8 @@ class UniLabShmTransport(Owner):
                 "Check worker_ids."
             ) from None
 
-    def select(self, worker_ids: WorkerIds) -> list[SnapshotCell]:
-        """Return the distinct cells of `worker_ids`, all if not given."""
-        if worker_ids is None:
-            return self.unique_cells
+    def select(self, worker_ids: int | Sequence[int]) -> list[SnapshotCell]:
+        """Return the distinct cells of `worker_ids`. Raises as `cell`."""
         return list(dict.fromkeys(map(self.cell, as_indices("worker_ids", worker_ids))))
 
     def receive_weights(
