@@ -26,7 +26,7 @@ from collections import deque
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,18 @@ def free_bytes(named: bool | None = None) -> int:
 def closed_error(what: str, remedy: str = "Create or attach it again.") -> SegmentClosedError:
     """Return the error for the use of an object that is closed."""
     return SegmentClosedError(f"cannot use {what}: it is closed (expected an open one). {remedy}")
+
+
+class Closed:
+    """In place of what an owner has given up, for threads that still use it: refuses every use."""
+
+    def __init__(self, *what: str) -> None:
+        self._what = what  # the arguments of `closed_error`
+
+    def __getattr__(self, used: Any, *_: Any) -> NoReturn:
+        raise closed_error(*self._what)
+
+    __getitem__ = __setitem__ = __getattr__
 
 
 class Owner(ABC):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torchrl_unilab.errors import ContentionError, LayoutError, SegmentError
 from torchrl_unilab.processes import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.lock import RangeLock
-from torchrl_unilab.shm.segment import Owner, SharedSegment, closed_error
+from torchrl_unilab.shm.segment import Closed, Owner, SharedSegment
 from torchrl_unilab.shm.words import fence, shared_words, words_nbytes
 
 DEFAULT_SLOTS = 3
@@ -37,16 +37,6 @@ _DIGEST, _SLOTS, _READERS, _WRITER, _ANNOUNCED = range(5)  # words of a cell
 _CELL_WORDS = 5
 _APPLIED, _PROCESS, _OVERTAKEN = range(3)  # words of a reader; the version it applied plus one
 _READER_WORDS = 3
-
-
-class _ClosedWords:
-    """The words of a closed cell."""
-
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise closed_error("snapshot cell")
-
-    def __setitem__(self, index: Any, value: int) -> None:
-        self[index]
 
 
 class Snapshot:
@@ -193,9 +183,9 @@ class SnapshotCell(Owner):
         self.slots, self.readers = slots, readers
         count = _CELL_WORDS + slots + _READER_WORDS * readers
         words = shared_words(segment.buffer, count)
-        self._words: memoryview | _ClosedWords = words[:_CELL_WORDS]
-        self._sequence: memoryview | _ClosedWords = words[_CELL_WORDS : _CELL_WORDS + slots]
-        self._reports: memoryview | _ClosedWords = words[_CELL_WORDS + slots :]
+        self._words: memoryview | Closed = words[:_CELL_WORDS]
+        self._sequence: memoryview | Closed = words[_CELL_WORDS : _CELL_WORDS + slots]
+        self._reports: memoryview | Closed = words[_CELL_WORDS + slots :]
         payloads = segment.buffer[words_nbytes(count) :]
         self._payloads: Any = payloads.reshape(slots, layout.nbytes)
         with torch.inference_mode(False):  # or they could be written in that mode only
@@ -336,8 +326,8 @@ class SnapshotCell(Owner):
                 if own:  # another process may write from now on
                     self._words[_WRITER] = 0
             # All that holds the mapping, which would outlive the cell's end.
-            self._words = self._sequence = self._reports = _ClosedWords()
-            self._payloads = self._views = _ClosedWords()
+            self._words = self._sequence = self._reports = Closed("snapshot cell")
+            self._payloads = self._views = self._words
             self._segment.close()
 
     def __getstate__(self) -> tuple[Any, ...]:

@@ -26,25 +26,17 @@ from torchrl_unilab.data.stock import STORAGE_ARGUMENTS, check_stock_arguments
 from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError, UsageError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.rows import SharedRows
-from torchrl_unilab.shm.segment import SharedSegment, closed_error, free_bytes
+from torchrl_unilab.shm.segment import Closed, SharedSegment, free_bytes
 
-
-class ClosedRows:
-    """In place of what reads and writes rows, once another thread may have closed the storage."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise closed_error("PackedReplayStorage", "Build it again.")
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.index  # refuses
+CLOSED = Closed("PackedReplayStorage", "Build it again.")
 
 
 class SharedReplay(SharedStorage):
     """The rows of a `PackedReplayStorage`; its docstring has the arguments."""
 
     _process_local = ("_building", "_rows", "_appender", "_reader", "_views", "_moved")
-    _reader: RowReader | ClosedRows
-    _appender: RowAppender | ClosedRows
+    _reader: RowReader | Closed
+    _appender: RowAppender | Closed
     _views: Any
 
     def __init__(
@@ -273,7 +265,7 @@ class SharedReplay(SharedStorage):
         rows = self.rows
         return number % rows.shard_rows * rows.shards + rows.shard
 
-    def _appender_for(self, rows: TensorDictBase) -> RowAppender | ClosedRows:
+    def _appender_for(self, rows: TensorDictBase) -> RowAppender | Closed:
         """Return the appender; make it for rows like `rows` [n] if there are none yet."""
         if not self.initialized:
             self.initialize(TensorSchema.of(rows[0]))

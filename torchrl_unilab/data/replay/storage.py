@@ -28,7 +28,7 @@ from torchrl_unilab.data.positions import (
 )
 from torchrl_unilab.data.replay.append import as_rows
 from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load_rows, save_rows
-from torchrl_unilab.data.replay.shared import ClosedRows, SharedReplay
+from torchrl_unilab.data.replay.shared import CLOSED, SharedReplay
 from torchrl_unilab.data.stock import rows_of_state_dict, set_back_writers, writers_ahead
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, PositionError, UsageError
 from torchrl_unilab.shm.shards import FLOOR
@@ -392,7 +392,7 @@ class PackedReplayStorage(SharedReplay):
         if rows is not None:
             rows.close()
             # All that holds the mapping, which would outlive the storage's end.
-            self._views = self._reader = self._appender = ClosedRows()
+            self._views = self._reader = self._appender = CLOSED
             self._rows = None
 
     def __repr__(self) -> str:
