@@ -2,7 +2,7 @@
 
 The kernel keeps the locks (`fcntl.lockf`): those of a process end with the process, and a
 forked child holds none. Releasing a lock that is not held does nothing, so an interrupt at any
-line leaves no lock behind. `SharedRows` holds one per shard while it writes.
+line leaves no lock behind. Rows take one per shard to write, rings and cells one to register.
 """
 
 from __future__ import annotations

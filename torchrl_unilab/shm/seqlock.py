@@ -5,8 +5,8 @@ the payload, sets the word to ``2v``, and then announces ``v`` and its slot in o
 takes the announced version, checks that the slot's word is ``2v``, copies the payload out, and
 checks the word again: a changed word means that the writer has reused the slot, and the reader
 retries with the newer version, a bounded number of times. `fence` orders these steps
-(`torchrl_unilab.shm.words`); the copy needs none before it, as its address follows from the
-announced word.
+(`torchrl_unilab.shm.words`) but two: the copy needs none before it, as its address follows from the
+announced word, and a version that is seen before its even word is retried.
 
 `torchrl_unilab.weight_update` publishes weights and statistics in cells, collectors their metrics.
 """
