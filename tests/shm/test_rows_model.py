@@ -105,7 +105,7 @@ def clear_and_append(rows: SharedRows) -> None:
 
 
 def replace(rows: SharedRows) -> None:
-    rows.replace(rows_module.Window((0,), (2,)), lambda shard, first, count: numbered(2, 4))
+    rows.replace(rows_module.Window((0,), (2,)), lambda *_: numbered(2, 4), [(0, 0, 1)])
 
 
 WRITERS = [

@@ -37,6 +37,7 @@ ACTIONS: dict[str, Callable[[SharedRows], object]] = {
     "replace": lambda rows: rows.replace(
         Window((0,) * rows.shards, (5,) * rows.shards),
         lambda shard, first, count: numbered(800, count),
+        [(100, 0, 1)] * rows.shards,
     ),
 }
 
@@ -171,7 +172,7 @@ def test_a_killed_process_that_replaces_rows_leaves_all_of_them_or_none():
 def test_a_replacement_that_fails_leaves_no_rows():
     with make_rows(holding=5) as rows:
         with pytest.raises(ZeroDivisionError):
-            rows.replace(Window((0,), (3,)), lambda *_: 1 // 0)
+            rows.replace(Window((0,), (3,)), lambda *_: 1 // 0, [(0, 0, 1)])
 
         assert rows.extent(rows.window()) == (0, False)
         check_whole_and_writable(rows)

@@ -211,7 +211,7 @@ class SharedRows(Shards):
         self,
         window: Window,
         read: Callable[[int, int, int], Parts],
-        saved: Sequence[tuple[int, int, int]] = (),
+        saved: Sequence[tuple[int, int, int]],
     ) -> None:
         """Replace all rows. If this fails, or the process dies, no rows are left.
 
@@ -232,9 +232,8 @@ class SharedRows(Shards):
                     parts = read(shard, first, min(self.chunk_rows, head - first))
                     self.fill(shard, base + first, parts)
                 words[FLOOR] = base + floor
-                if saved:
-                    words[ORIGIN], first, stride = saved[shard]
-                    words[STEPS] = base + first << STRIDE_BITS | stride
+                words[ORIGIN], first, stride = saved[shard]
+                words[STEPS] = base + first << STRIDE_BITS | stride
                 fence()  # after the last byte of the rows, and what is said of them
                 words[HEAD] = base + head
 
