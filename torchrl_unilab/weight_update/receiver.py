@@ -195,7 +195,7 @@ class _PullsWeights(Collector):
         for puller in self._pullers:
             if puller.pull_at == "step":
                 puller.pull()
-        return Collector._wrapped_policy.fget(self)
+        return super()._wrapped_policy
 
     @_wrapped_policy.setter
     def _wrapped_policy(self, policy: Any) -> None:

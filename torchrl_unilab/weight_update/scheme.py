@@ -360,7 +360,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         """The newest published weights: a worker's own, on the sender the first worker's."""
         transport = self._shared_transport
         if transport is None:
-            return WeightSyncScheme.weights.fget(self)
+            return super().weights
         worker = min(transport.cells) if self._receiver is None else self.worker_idx
         assert worker is not None
         return nested(transport.newest(worker)[1])
