@@ -6,11 +6,12 @@ Nothing that is read here can execute code: a checkpoint with a pickle in it is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -66,9 +67,14 @@ def is_stock_dump(path: Path) -> bool:
     return (path / _METADATA).is_file()
 
 
-def save_draft(draft: Path, file: Path) -> None:
-    """Put a file in place of what its folder had saved, a stock dump too; whole or not at all."""
-    with draft.open("rb+") as written:
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[BinaryIO]:
+    """Write a file in place of what its folder had saved, a stock dump too; whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f"{file.name}.part")
+    with draft.open("wb") as written:
+        yield written
+        written.flush()
         os.fsync(written.fileno())
     (file.parent / _METADATA).unlink(missing_ok=True)
     draft.replace(file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from multiprocessing.connection import Connection
-from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -129,8 +129,8 @@ def test_a_folder_within_one_that_is_not_there_yet_is_made(storage, tmp_path):
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_of_before(storage, tmp_path, monkeypatch):
-    def fail(_: object, path: Path) -> None:
-        path.write_bytes(b"half")
+    def fail(_: object, file: BinaryIO) -> None:
+        file.write(b"half")
         raise OSError("No space left on device")
 
     storage.write(make_rollout(1))

@@ -21,7 +21,7 @@ import torch
 from torchrl_unilab.data.replay.shared import SharedReplay
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
-from torchrl_unilab.data.stock import is_stock_dump, rows_of_dump, save_draft
+from torchrl_unilab.data.stock import is_stock_dump, replacing, rows_of_dump
 from torchrl_unilab.errors import CheckpointError, LayoutError
 from torchrl_unilab.shm.row_layout import WORD
 from torchrl_unilab.shm.rows import SharedRows
@@ -147,10 +147,8 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
         Raises:
             WaitTimeoutError: That process did not finish in time; names it.
         """
-        lineage, path = storage.rows.settled_lineage(), Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        draft = path / "rows.bin.part"
-        with draft.open("wb") as file:
+        lineage = storage.rows.settled_lineage()
+        with replacing(Path(path) / "rows.bin") as file:
             row_bytes = sum(storage.rows.widths) * WORD
 
             def write(place: int, words: npt.NDArray[np.int32]) -> None:
@@ -161,7 +159,6 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
             text = json.dumps(header).encode()
             file.seek(0, os.SEEK_END)
             file.write(text + len(text).to_bytes(_LENGTH, "little"))
-        save_draft(draft, path / "rows.bin")
 
     def loads(self, storage: SharedReplay, path: str | Path) -> None:
         """Load what `dumps` of this class or of a stock storage saved; replaces all rows.

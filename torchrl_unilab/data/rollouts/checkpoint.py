@@ -15,7 +15,7 @@ import torch
 
 from torchrl_unilab.data.rollouts.shared import SharedRollouts
 from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
-from torchrl_unilab.data.stock import is_stock_dump, save_draft
+from torchrl_unilab.data.stock import is_stock_dump, replacing
 from torchrl_unilab.errors import CheckpointError, ConfigError, UsageError
 
 
@@ -24,11 +24,8 @@ class RolloutRingCheckpointer(SharedStorageCheckpointer):
 
     def dumps(self, storage: SharedRollouts, path: str | Path) -> None:
         """Save to ``path/rollouts.pt``; whole or not at all."""
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        draft = path / "rollouts.pt.part"
-        torch.save(storage.state_dict(), draft)
-        save_draft(draft, path / "rollouts.pt")
+        with replacing(Path(path) / "rollouts.pt") as file:
+            torch.save(storage.state_dict(), file)
 
     def loads(self, storage: SharedRollouts, path: str | Path) -> None:
         """Load what `dumps` saved, see `RolloutRingStorage.load_state_dict`."""
