@@ -119,6 +119,7 @@ def test_a_device_is_refused():
 
 
 BAD = [-1.0, math.nan, math.inf]
+WRONG = [*BAD, "1"]
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -135,7 +136,7 @@ def test_an_exponent_stays_what_it_was_when_another_is_refused(name, bad):
 @pytest.mark.parametrize(
     ("name", "bad", "expected"),
     [
-        *((name, bad, r"a number in \[0,") for name in ("alpha", "beta", "eps") for bad in BAD),
+        *((name, bad, r"a number in \[0,") for name in ("alpha", "beta", "eps") for bad in WRONG),
         ("max_capacity", 0, "an integer of at least 1"),
         ("max_capacity", 8.0, "an integer of at least 1"),
         ("max_capacity", 10**12, "at most"),

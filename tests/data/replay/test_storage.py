@@ -210,7 +210,7 @@ def test_rows_that_leave_a_gap_are_refused():
         *(("max_size", count) for count in (1e6, 1, 0)),
         *(("writers", count) for count in (1.5, 0)),
         *(("n_step", count) for count in ("3", 0)),
-        *(("gamma", 1.5), ("timeout", 0.0), ("non_finite", "drop")),
+        *(("gamma", 1.5), ("gamma", "1"), ("timeout", 0.0), ("non_finite", "drop")),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(setting, value):
