@@ -36,7 +36,7 @@ from torchrl_unilab.shm.window import Window
 
 
 class PackedReplayStorage(SharedReplay):
-    """`max_size` transitions in shared memory, one row each, in a wide and a narrow piece.
+    """`max_size` transitions in shared memory, one row each, in a wide and a narrow part.
 
     A drop-in for ``LazyTensorStorage`` in ``ReplayBuffer`` and ``TensorDictReplayBuffer``: same
     indices, same batches for a seed. But rows must be TensorDicts of tensors, not tensorclasses,
