@@ -134,8 +134,7 @@ class PackedSliceSampler(SliceSampler):
         if self._traj_key_auto:
             self._resolve_traj_key(storage)
         key = self._key
-        views = storage._storage  # views of all rows, written or not
-        column = None if key is None or views is None else views.get(key, None)
+        column = None if key is None else storage._views.get(key, None)
         if column is None or column.numel() != len(column):
             return None
         rows, known = storage.rows, dict(enumerate(self._known))
@@ -154,12 +153,11 @@ class PackedSliceSampler(SliceSampler):
     def _finalize_index(self, *, index: torch.Tensor, storage: Any, **parts: Any) -> Any:
         """Let TorchRL mark where slices end, for which it needs flags, and not whole rows."""
         if isinstance(storage, _Timeline):
-            index, storage = storage.positions(index), storage.storage
-        if isinstance(storage, PackedReplayStorage) and storage._storage is not None:
+            index, views = storage.positions(index), storage.storage._views
             key = self.truncated_key or ()
             path = () if isinstance(key, str) else key[:-1]
             keys = [(*path, "done"), (*path, "terminated"), self.init_key or "is_init"]
-            storage = storage._storage.select(*keys, strict=False)
+            storage = views.select(*keys, strict=False)
         return super()._finalize_index(index=index, storage=storage, **parts)
 
 
