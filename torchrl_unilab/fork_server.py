@@ -22,10 +22,11 @@ def start_fork_server() -> None:
     # Ctrl-C, and the end of a terminal, go to the server, too, and to what it forks.
     signals = (signal.SIGINT, signal.SIGHUP)
     handlers = [signal.signal(each, signal.SIG_IGN) for each in signals]
+    # Nor is it to import from this directory first; an empty variable is none.
     safe, os.environ["PYTHONSAFEPATH"] = os.environ.get("PYTHONSAFEPATH", ""), "1"
     try:
-        forkserver.ensure_running()  # not to import from this directory first
+        forkserver.ensure_running()
     finally:
-        os.environ["PYTHONSAFEPATH"] = safe  # an empty one is none
+        os.environ["PYTHONSAFEPATH"] = safe
         for each, handler in zip(signals, handlers, strict=True):
             signal.signal(each, handler)

@@ -1,7 +1,7 @@
 """Compatibility with TorchRL's own ("stock") storages: their arguments, checkpoints and writers.
 
 Nothing that is read here can execute code: a checkpoint with a pickle in it is refused.
-`PackedReplayStorage` and `RolloutRingStorage` call it.
+Storages, their checkpointers and collectors call it.
 """
 
 from __future__ import annotations
