@@ -201,5 +201,4 @@ class NodeScheme(UniLabShmScheme):
 
 def _named(snapshot: StoredWeights) -> dict[str, torch.Tensor]:
     """Return a copy of the tensors by dotted key: the store's memory is read-only."""
-    views = snapshot.layout.views(torch.from_numpy(snapshot.block.copy()))
-    return dict(zip(snapshot.layout.keys, views, strict=True))
+    return snapshot.layout.named_views(torch.from_numpy(snapshot.block.copy()))

@@ -122,6 +122,10 @@ class BlockLayout:
             block[f.offset : f.offset + f.nbytes].view(f.dtype).view(f.shape) for f in self.fields
         ]
 
+    def named_views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return `views` by dotted key."""
+        return dict(zip(self.keys, self.views(block), strict=True))
+
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check tensors given in the layout's order, before anything is written.
 

@@ -93,8 +93,7 @@ class RingWriter(Owner):
         self._generations = words[first_slot:]
         with torch.inference_mode(False):  # or the views could be written in that mode only
             payload = torch.from_numpy(buffer)[words_nbytes(len(words)) :]
-            views = map(layout.views, payload.view(-1, layout.nbytes))
-            self.views = [dict(zip(layout.keys, tensors, strict=True)) for tensors in views]
+            self.views = [*map(layout.named_views, payload.view(-1, layout.nbytes))]
         self._registration = RangeLock(self._segment)
         self._start_process()
 

@@ -53,7 +53,7 @@ class Snapshot:
     def __init__(self, layout: BlockLayout) -> None:
         block = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
         self.bytes = block.numpy()
-        self.tensors = dict(zip(layout.keys, layout.views(block), strict=True))
+        self.tensors = layout.named_views(block)
 
 
 class ReaderState(NamedTuple):

@@ -28,16 +28,15 @@ class DevicePacker:
     def __init__(self, layout: BlockLayout, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
         self._flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        self._on_device = layout.views(self._flat)
+        self._on_device = layout.named_views(self._flat)
         self._host = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=on_cuda, device="cpu")
         self._on_host = layout.views(self._host)
-        self._keys = layout.keys
         self._stream = torch.cuda.Stream(device) if on_cuda else None
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return host copies of tensors in the layout's order; the next transfer reuses them."""
         with torch.no_grad():
-            torch._foreach_copy_(self._on_device, list(tensors))
+            torch._foreach_copy_(list(self._on_device.values()), list(tensors))
         self._transfer(self._flat, self._host)
         return self._on_host
 
@@ -45,7 +44,7 @@ class DevicePacker:
         """Return device copies of a snapshot's tensors; the next transfer reuses them."""
         self._host.copy_(torch.from_numpy(snapshot.bytes))
         self._transfer(self._host, self._flat)
-        return dict(zip(self._keys, self._on_device, strict=True))
+        return self._on_device
 
     def _transfer(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy one of the flat buffers to the other, and wait for that copy alone."""

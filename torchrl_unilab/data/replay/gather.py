@@ -122,7 +122,7 @@ class RowReader:
         layout = _in_one_run(self._blocks, count)
         with torch.inference_mode(False):  # or it could be written in that mode only
             flat = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pin_memory, device="cpu")
-            memory = dict(zip(layout.keys, layout.views(flat), strict=True))
+            memory = layout.named_views(flat)
             batch = self.tensordict(memory, index=True)
         nested = [v for v in batch.values(include_nested=True) if isinstance(v, TensorDictBase)]
         # The weak reference passes itself: `pop` takes it as its default value.
