@@ -305,7 +305,7 @@ def _create_and_keep(name: str) -> None:
 _KEPT: list[SharedSegment] = []
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_worker_that_ends_in_order_leaves_no_named_segment(method):
     context = multiprocessing.get_context(method)
