@@ -163,7 +163,8 @@ def _follows(rows: TensorDictBase) -> bool:
     return torch.equal(now + torch.tensor([0.0, 1.0, -1.0]), then)
 
 
-INLINE: dict[str, Any] = {"frames_per_batch": BATCH, "inline": True, "timeout": DEADLINE}
+TICK = 4  # frames, which are two steps
+INLINE: dict[str, Any] = {"frames_per_batch": TICK, "inline": True, "timeout": DEADLINE}
 
 
 def test_rollouts_of_an_inline_collector_are_whole_after_ctrl_c_anywhere_in_a_tick():
@@ -179,7 +180,7 @@ def test_rollouts_of_an_inline_collector_are_whole_after_ctrl_c_anywhere_in_a_ti
 
 
 def test_rows_of_an_inline_collector_are_whole_after_ctrl_c_anywhere_in_a_tick():
-    with ReplayCollector(CountingEnv, make_policy(0.0), capacity=BATCH, **INLINE) as collector:
+    with ReplayCollector(CountingEnv, make_policy(0.0), capacity=TICK, **INLINE) as collector:
         for nth in itertools.count(1, 3):
             before, come = collector.storage.ptr, collector._team.ticks
             interrupt = Bytecodes(nth, [service, replay, worker])
@@ -187,6 +188,6 @@ def test_rows_of_an_inline_collector_are_whole_after_ctrl_c_anywhere_in_a_tick()
             if not interrupt.interrupts(partial(next, ticks)):
                 break
             next(iter(collector))
-            assert _follows(collector.storage.get(torch.arange(BATCH)))
-            assert collector.storage.ptr - before == BATCH * (collector._team.ticks - come)
+            assert _follows(collector.storage.get(torch.arange(TICK)))
+            assert collector.storage.ptr - before == TICK * (collector._team.ticks - come)
     assert nth > 100, "the tick was not traced"
