@@ -4,16 +4,27 @@ import pytest
 from matplotlib.figure import Figure
 
 from torchrl_unilab.trainers.evaluation import Evaluation
-from torchrl_unilab.trainers.runs.summary import plot_returns
+from torchrl_unilab.trainers.runs.summary import plot_returns, summarised_frames
 
 
-def test_evaluations_are_drawn_beside_the_curve(tmp_path):
-    curve = [(1.0, 100, 5.0), (2.0, 200, 6.0)]
-    pictures = []
-    for evaluations in ([], [], [Evaluation(150, 3, 7.0, 9.0)]):
-        plot_returns(tmp_path / "returns.png", "title", curve, evaluations)
-        pictures.append((tmp_path / "returns.png").read_bytes())
-    assert pictures[0] == pictures[1] != pictures[2]
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"interrupted": false, "frames": null}',
+        '{"interrupted": false, "frames": 1e999}',
+        '{"interrupted": true, "frames": 96}',
+    ],
+)
+def test_a_damaged_summary_or_one_of_an_interrupted_run_states_no_frames(text, tmp_path):
+    assert summarised_frames(tmp_path) == 0
+    (tmp_path / "summary.json").write_text(text)
+    assert summarised_frames(tmp_path) == 0
+
+
+def test_a_run_that_learnt_nothing_has_a_picture(tmp_path):
     plot_returns(tmp_path / "returns.png", "nothing learnt", [])
     assert (tmp_path / "returns.png").read_bytes().startswith(b"\x89PNG")
 
