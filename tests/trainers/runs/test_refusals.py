@@ -175,16 +175,16 @@ def test_the_error_for_a_setting_in_place_of_an_option_says_where_it_goes(train,
 
 
 def test_a_directory_is_one_runs_at_a_time(tmp_path):
-    quick_run(tmp_path)
+    quick_run(tmp_path, frames=128)
     before = sorted(tmp_path.rglob("*"))
     with (
         run_dir_held(tmp_path),
         pytest.raises(ConfigError, match=r"another run writes to it \(expected none\)"),
     ):
-        resume_run(tmp_path, frames=2048, progress_bar=False)
+        resume_run(tmp_path, frames=256, progress_bar=False)
     assert sorted(tmp_path.rglob("*")) == before
     assert not live_children()
-    assert resume_run(tmp_path, frames=2048, progress_bar=False)["frames"] == 2048
+    assert resume_run(tmp_path, frames=256, progress_bar=False)["frames"] == 256
 
 
 @pytest.mark.parametrize(

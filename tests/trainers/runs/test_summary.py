@@ -1,10 +1,21 @@
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 from matplotlib.figure import Figure
 
 from torchrl_unilab.trainers.evaluation import Evaluation
-from torchrl_unilab.trainers.runs.summary import plot_returns, summarised_frames
+from torchrl_unilab.trainers.runs.summary import plot_returns, summarised_frames, write_summary
+
+
+def test_figures_that_json_does_not_know_are_null(tmp_path):
+    run = {"env": "Hopper-v5", "algo": "sac", "seed": 0, "curve": [(1.0, 9, 2.0)]}
+    run["evaluations"] = []
+    write_summary(tmp_path, run | {"eval_return": -math.inf, "busy": [math.nan, 0.5]})
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written == run | {"curve": [[1.0, 9, 2.0]], "eval_return": None, "busy": [None, 0.5]}
 
 
 @pytest.mark.parametrize(
@@ -22,6 +33,15 @@ def test_a_damaged_summary_or_one_of_an_interrupted_run_states_no_frames(text, t
     assert summarised_frames(tmp_path) == 0
     (tmp_path / "summary.json").write_text(text)
     assert summarised_frames(tmp_path) == 0
+
+
+def test_evaluations_are_drawn_beside_the_curve(tmp_path):
+    curve = [(1.0, 100, 5.0), (2.0, 200, 6.0)]
+    pictures = []
+    for evaluations in ([], [], [Evaluation(150, 3, 7.0, 9.0)]):
+        plot_returns(tmp_path / "returns.png", "title", curve, evaluations)
+        pictures.append((tmp_path / "returns.png").read_bytes())
+    assert pictures[0] == pictures[1] != pictures[2]
 
 
 def test_a_run_that_learnt_nothing_has_a_picture(tmp_path):

@@ -233,12 +233,6 @@ def test_the_final_evaluation_is_no_work_of_the_learner(tmp_path, monkeypatch):
     assert summary["busy"]["learner"] <= at_its_end[0] < 1.0
 
 
-def test_figures_that_json_does_not_know_are_null_in_the_summary(tmp_path, monkeypatch):
-    monkeypatch.setattr(Run, "_evaluate", lambda _: -math.inf)
-    assert quick_run(tmp_path, frames=128)["eval_return"] == -math.inf
-    assert json.loads((tmp_path / "summary.json").read_text())["eval_return"] is None
-
-
 def test_a_run_that_has_ended_leaves_no_child(appo_run):
     assert not live_children()
 
