@@ -73,6 +73,7 @@ def test_a_scheme_is_disconnected_when_its_collector_is_shut_down(monkeypatch):
     ("argument", "value"),
     [
         ("max_frames_per_traj", 10),
+        ("weight_recv_schemes", {}),
         ("split_trajs", True),
         ("reset_at_each_iter", True),
         ("storing_device", "cuda"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torchrl.collectors.distributed import DistributedCollector, RPCCollector
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -25,6 +26,15 @@ def _collector(*factories):
 def test_collectors_on_other_machines_are_refused_with_the_way_out():
     with pytest.raises(ConfigError, match=r"collector_kwargs=\{'weight_sync_schemes'"):
         initial_weights(False, model_id="policy", model=nn.Linear(2, 1), remote_collectors=[])
+
+
+@pytest.mark.parametrize("kind", [DistributedCollector, RPCCollector])
+def test_so_is_a_collector_that_makes_them(kind):
+    class Own(kind):
+        """A subclass of the user's."""
+
+    with pytest.raises(ConfigError, match=r"of a distributed collector: .* made there"):
+        initial_weights(False, model_id="policy", context=object.__new__(Own))
 
 
 def test_workers_of_one_model_have_the_same_object():

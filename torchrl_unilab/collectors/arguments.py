@@ -55,6 +55,7 @@ STOCK_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "storing_device": ((None, "cpu"), _LEAVE_OUT),
     "env_device": ((None, "cpu"), _LEAVE_OUT),
     "trust_policy": ((None, False, True), ""),
+    "weight_recv_schemes": ((None,), "Use RayCollector, or TorchRL's MultiSyncCollector here"),
     "no_cuda_sync": ((None, False, True), ""),
 }
 """Arguments that TorchRL's distributed collectors pass on: accepted values, and remedies."""

@@ -28,6 +28,8 @@ _NEEDED = (
     "and devices). Pass one of them."
 )
 
+_DISTRIBUTED = "torchrl.collectors.distributed"  # not imported: it is slow, and rarely used
+
 
 @dataclass(frozen=True)
 class InitialWeights:
@@ -74,18 +76,18 @@ def initial_weights(
         device_map_fn: Maps (worker index, weights) to that worker's weights.
         num_workers: How many workers, with `device_map_fn`.
         ctx: Unused: cells need no multiprocessing context.
-        remote_collectors: Refused: those of a `RayCollector`.
+        remote_collectors: Refused, as is such a context: those of a `RayCollector`.
 
     Raises:
         ConfigError: The workers may be on other machines, or arguments are missing, or exclude
             one another.
         TypeError: The model is no module.
     """
-    if remote_collectors is not None:
+    if remote_collectors is not None or _is_remote(context):
         raise ConfigError(
-            "weight_sync_schemes of RayCollector: UniLabShmScheme (expected one that reaches other "
-            "machines, which shared memory does not). Leave RayCollector's out, and give the "
-            "collectors that it makes this one: "
+            "weight_sync_schemes of a distributed collector: UniLabShmScheme (expected one that "
+            "reaches other machines, which shared memory does not). Leave it out, and give it to "
+            "the collectors that are made there: "
             "collector_kwargs={'weight_sync_schemes': {'policy': UniLabShmScheme()}}."
         )
     others = {"weights": weights, "model": model, "devices": devices}
@@ -117,6 +119,11 @@ def initial_weights(
         raise ConfigError(_NEEDED)
     casts = devices is None  # weights that were mapped may have other dtypes
     return InitialWeights(of_workers, per_worker, casts, model)
+
+
+def _is_remote(context: Any) -> bool:
+    """Return whether a collector's workers may be on other machines."""
+    return any(kind.__module__.startswith(_DISTRIBUTED) for kind in type(context).__mro__)
 
 
 def _from_context(context: Any, model_id: str, workers: int, per_worker: bool) -> InitialWeights:

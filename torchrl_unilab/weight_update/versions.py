@@ -39,7 +39,8 @@ class WorkerVersions:
         if self._shared_transport is None:
             raise UsageError(
                 "cannot use the scheme: it was shut down or never initialised (expected "
-                "init_on_sender). Give a new one to a collector."
+                "init_on_sender). Give a new one to a collector, below RPCCollector to those that "
+                "it makes."
             )
         return self._shared_transport
 
