@@ -25,6 +25,7 @@ from tests.support.faults import FRAMES, INTERVAL
 from tests.support.mounts import fill, mount_small, start_from_here
 from tests.support.processes import DEADLINE, live_children, receive, spawned
 from torchrl_unilab.trainers import resume_run, train_appo, train_off_policy
+from torchrl_unilab.trainers.runs.best_policy import keep_best
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, run_checkpoint
 
 LONG = (pytest.mark.faults, pytest.mark.slow)
@@ -131,21 +132,27 @@ def test_with_room_again_the_run_continues_from_there(outcome):
     assert outcome["resumed"] == (FRAMES, [INTERVAL])
 
 
-def save_what_does_not_fit(pipe: Any, disk: Path) -> None:
-    """Save a checkpoint of one large tensor where the files before it fit; tell the error."""
+def save_what_does_not_fit(pipe: Any, disk: Path, what: str) -> None:
+    """Save one large tensor where the files before it fit; tell the error."""
     mounted = mount_small(disk, "4m")
     pipe.send(mounted)
     if mounted:
         fill(disk, but=1 << 18)
         large = torch.nn.Linear(1 << 18, 1)
+        checkpoints = RunCheckpoints(disk / "saved")
         try:
-            RunCheckpoints(disk / "checkpoint").save(run_checkpoint(net=large), step=1)
+            if what == "checkpoint":
+                checkpoints.save(run_checkpoint(net=large), step=1)
+            else:
+                metadata = checkpoints.metadata({}, total_frames=1)
+                keep_best(checkpoints.directory, metadata, large, 1, 0.0)
         except Exception as error:
             pipe.send((type(error).__name__, str(error)))
 
 
-def test_a_tensor_that_does_not_fit_is_an_error_and_no_signal(tmp_path):
-    with spawned(save_what_does_not_fit, tmp_path) as (_, pipe):
+@pytest.mark.parametrize("what", ["checkpoint", "best policy"])
+def test_a_tensor_that_does_not_fit_is_an_error_and_no_signal(tmp_path, what):
+    with spawned(save_what_does_not_fit, tmp_path, what) as (_, pipe):
         if not receive(pipe):
             pytest.skip("this process may not mount a file system")
         kind, message = receive(pipe)

@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.checkpoint import Checkpoint
 
 from torchrl_unilab.errors import CheckpointError
-from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, run_checkpoint
 
 
 def keep_best(
@@ -55,5 +55,10 @@ def keep_best(
     if best and (mean_return, frames) <= (best["eval_return"], best["frames"]):
         return best
     result = {"collected_frames": frames, "eval_return": mean_return}
-    checkpoints.save(Checkpoint(policy=policy), step=step, metadata={**metadata, **result})
+    checkpoints.save(
+        run_checkpoint(policy=policy),
+        components=("policy",),
+        step=step,
+        metadata={**metadata, **result},
+    )
     return {"frames": frames, "eval_return": mean_return}
