@@ -25,7 +25,7 @@ from tests.support.faults import FRAMES, INTERVAL
 from tests.support.mounts import fill, mount_small, start_from_here
 from tests.support.processes import DEADLINE, live_children, receive, spawned
 from torchrl_unilab.trainers import resume_run, train_appo, train_off_policy
-from torchrl_unilab.trainers.runs.best_policy import keep_best
+from torchrl_unilab.trainers.runs.best_policy import BestPolicy
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, run_checkpoint
 
 LONG = (pytest.mark.faults, pytest.mark.slow)
@@ -145,7 +145,7 @@ def save_what_does_not_fit(pipe: Any, disk: Path, what: str) -> None:
                 checkpoints.save(run_checkpoint(net=large), step=1)
             else:
                 metadata = checkpoints.metadata({}, total_frames=1)
-                keep_best(checkpoints.directory, metadata, large, 1, 0.0)
+                BestPolicy(checkpoints.directory, metadata).keep(large, 1, 0.0)
         except Exception as error:
             pipe.send((type(error).__name__, str(error)))
 

@@ -12,7 +12,7 @@ from torchrl.checkpoint import Checkpoint
 from tests.support.quick import FRAMES, QUIET
 from torchrl_unilab.errors import CheckpointError
 from torchrl_unilab.trainers import evaluate_run, load_policy, play_run, resume_run
-from torchrl_unilab.trainers.runs.best_policy import keep_best
+from torchrl_unilab.trainers.runs.best_policy import BestPolicy
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.directory import BEST
 
@@ -20,10 +20,12 @@ METADATA = RunCheckpoints("unused").metadata({"env": "Hopper-v5"}, total_frames=
 
 
 def _keep(directory: Path, frames: int, mean_return: float) -> dict[str, float] | None:
-    """Evaluate a policy whose weights name its frames."""
+    """Evaluate a policy whose weights name its frames; return the best one's result."""
     policy = torch.nn.Linear(1, 1)
     torch.nn.init.constant_(policy.weight, frames)
-    return keep_best(directory, METADATA, policy, frames, mean_return)
+    best = BestPolicy(directory, METADATA)
+    best.keep(policy, frames, mean_return)
+    return best.result()
 
 
 def _kept(directory: Path) -> float:
@@ -77,7 +79,7 @@ def run_dir(appo_run, tmp_path) -> Path:
             parameter.zero_()
     run = RunCheckpoints(path / BEST).newest(("policy",)).run
     metadata = RunCheckpoints(path).metadata(run, total_frames=1024)
-    keep_best(path / BEST, metadata, policy, 512, 5000.0)
+    BestPolicy(path / BEST, metadata).keep(policy, 512, 5000.0)
     return path
 
 

@@ -82,6 +82,18 @@ def test_a_second_ctrl_c_ends_the_evaluation_alone(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "summary.json").read_text())["eval_return"] is None
 
 
+def test_after_a_second_ctrl_c_the_summary_names_the_best_policy_that_was_kept(
+    tmp_path, monkeypatch
+):
+    def evaluate(run: Run) -> None:
+        run.best.keep(run.learner.actor, 512, 7.0)  # as in an evaluation during training
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "_evaluate", evaluate)
+    monkeypatch.setattr(APPOTrainer, "_learn", Mock(side_effect=KeyboardInterrupt))
+    assert quick_run(tmp_path)["best"] == {"frames": 512, "eval_return": 7.0}
+
+
 @pytest.mark.usefixtures("hangs_up")
 def test_the_end_of_a_terminal_leaves_a_checkpoint_of_what_was_learnt(tmp_path):
     options = "--env InvertedPendulum-v5 --frames 100000000 --num-envs 8 --checkpoint-interval 1024"

@@ -18,47 +18,47 @@ from torchrl_unilab.errors import CheckpointError
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, run_checkpoint
 
 
-def keep_best(
-    directory: Path,
-    metadata: Mapping[str, Any],
-    policy: TensorDictModuleBase,
-    frames: int,
-    mean_return: float,
-) -> dict[str, Any] | None:
-    """Save a policy if its return is higher than the best one's; of equals, the newest is the best.
+class BestPolicy:
+    """Keeps the best policy of a run in a directory. Picklable.
 
     Args:
         directory: Where the best policies are, or will be.
         metadata: Of the run, as `RunCheckpoints.metadata` returns it.
-        policy: What was evaluated.
-        frames: Collected when it was evaluated.
-        mean_return: Of its evaluation; one that is not finite is never the best.
-
-    Returns:
-        The ``frames`` and ``eval_return`` of the best policy; None if there is none.
-
-    Raises:
-        OSError: The policy cannot be written. What was there is as it was.
     """
-    checkpoints = RunCheckpoints(directory)
-    best, step = None, frames
-    if paths := checkpoints.paths():
-        # After a resume, a policy may be better than one of more frames.
-        step = max(frames, 1 + int(paths[0].name.rpartition("-")[2]))
+
+    def __init__(self, directory: Path, metadata: Mapping[str, Any]) -> None:
+        self._checkpoints, self._metadata = RunCheckpoints(directory), metadata
+
+    def result(self) -> dict[str, Any] | None:
+        """Return its ``frames`` and ``eval_return``; None if there is none, or it is damaged."""
         try:
-            saved = Checkpoint.manifest(checkpoints.newest().path)["metadata"]
-            best = {"frames": saved["collected_frames"], "eval_return": saved["eval_return"]}
+            saved = self._checkpoints.newest()
         except CheckpointError:
-            pass  # damaged: the next policy takes its place
-    if not math.isfinite(mean_return):
-        return best
-    if best and (mean_return, frames) <= (best["eval_return"], best["frames"]):
-        return best
-    result = {"collected_frames": frames, "eval_return": mean_return}
-    checkpoints.save(
-        run_checkpoint(policy=policy),
-        components=("policy",),
-        step=step,
-        metadata={**metadata, **result},
-    )
-    return {"frames": frames, "eval_return": mean_return}
+            return None
+        metadata = Checkpoint.manifest(saved.path)["metadata"]
+        return {"frames": saved.frames, "eval_return": metadata["eval_return"]}
+
+    def keep(self, policy: TensorDictModuleBase, frames: int, mean_return: float) -> None:
+        """Save a policy if its return is higher; of equals, the newest is the best.
+
+        Args:
+            policy: What was evaluated.
+            frames: Collected when it was evaluated.
+            mean_return: Of its evaluation; one that is not finite is never the best.
+
+        Raises:
+            OSError: The policy cannot be written. What was there is as it was.
+        """
+        best = self.result()
+        if not math.isfinite(mean_return):
+            return
+        if best and (mean_return, frames) <= (best["eval_return"], best["frames"]):
+            return
+        # After a resume, a policy may be better than one of more frames.
+        numbers = [int(path.name.rpartition("-")[2]) for path in self._checkpoints.paths()]
+        self._checkpoints.save(
+            run_checkpoint(policy=policy),
+            components=("policy",),
+            step=max([frames, *(number + 1 for number in numbers)]),
+            metadata={**self._metadata, "collected_frames": frames, "eval_return": mean_return},
+        )

@@ -27,7 +27,7 @@ from torchrl_unilab.runtime.ranks import Ranks, shapes_of
 from torchrl_unilab.trainers.evaluation import MOST_AT_ONCE, BackgroundEvaluation, Videos, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
 from torchrl_unilab.trainers.progress import can_draw, log_progress, stop_reason, stop_when
-from torchrl_unilab.trainers.runs.best_policy import keep_best
+from torchrl_unilab.trainers.runs.best_policy import BestPolicy
 from torchrl_unilab.trainers.runs.budget import check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
@@ -266,7 +266,7 @@ class Run:
         run = {name: value for name, value in self.settings.items() if name in names}
         run |= dataclasses.asdict(self.config) | {"ranks": self.ranks.size}
         metadata = partial(checkpoints.metadata, run, options.frames, self.resumed)
-        self._keep_best = partial(keep_best, self.path / BEST, metadata())
+        self.best = BestPolicy(self.path / BEST, metadata())
         trainer = self.algorithm.trainer(
             collector=collector,
             loss_module=self.learner.loss,
@@ -297,7 +297,7 @@ class Run:
             max_steps=options.eval_max_steps,
             seed=options.seed,
             videos=Videos(self._create_env(), self.path / VIDEOS, filmed) if filmed else None,
-            keep=self._keep_best,
+            keep=self.best.keep,
         )
 
     def train(self) -> bool:
@@ -351,12 +351,12 @@ class Run:
     def summarise(self, interrupted: bool) -> dict[str, Any]:
         """Return the summary; rank 0 evaluates, writes it, and plots the learning curve."""
         options, trainer, returns = self.options, self.trainer, self.trainer.returns
-        eval_return, best, learner_busy = None, None, trainer.busy_time.busy  # before it evaluates
+        eval_return, learner_busy = None, trainer.busy_time.busy  # before it evaluates
         # If the run was interrupted, a second Ctrl-C only ends the evaluation.
         with contextlib.suppress(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
             if self.is_rank_zero:
                 eval_return, actor = self._evaluate(), on_host(self.learner.actor)
-                best = self._keep_best(actor, trainer.collected_frames, eval_return)
+                self.best.keep(actor, trainer.collected_frames, eval_return)
         summary = {
             "env": options.env,
             "algo": self.config.algorithm,
@@ -366,7 +366,7 @@ class Run:
             "seconds": returns.seconds,
             "final_return": returns.mean if returns.curve else None,
             "eval_return": eval_return,
-            "best": best,
+            "best": self.best.result() if self.is_rank_zero else None,
             "interrupted": interrupted,
             "resumed": self.resumed,
             "policy_lag": dict(sorted(trainer.lag.histogram.items())),
