@@ -13,10 +13,11 @@ from tests.support.quick import FRAMES, QUIET
 from torchrl_unilab.errors import CheckpointError
 from torchrl_unilab.trainers import evaluate_run, load_policy, play_run, resume_run
 from torchrl_unilab.trainers.runs.best_policy import BestPolicy
-from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, run_checkpoint
 from torchrl_unilab.trainers.runs.directory import BEST
 
-METADATA = RunCheckpoints("unused").metadata({"env": "Hopper-v5"}, total_frames=1000)
+RUN = {"env": "Hopper-v5", "hidden": (16,), "device": "cpu"}
+METADATA = RunCheckpoints("unused").metadata(RUN, total_frames=1000)
 
 
 def _keep(directory: Path, frames: int, mean_return: float) -> dict[str, float] | None:
@@ -67,6 +68,28 @@ def test_a_damaged_best_policy_is_replaced(tmp_path):
     (path / "manifest.json").write_text("{}")
     _keep(tmp_path, 200, 1.0)
     assert _kept(tmp_path) == 200
+
+
+@pytest.mark.parametrize(
+    ("run", "evaluated"),
+    [
+        ({"env": "Ant-v5"}, {"eval_return": 9.0}),  # copied here
+        ({"env": "Hopper-v5", "hidden": [8]}, {"eval_return": 9.0}),  # begun again with other ones
+        (RUN, {}),  # a checkpoint that was copied here
+    ],
+)
+def test_a_best_policy_of_another_run_is_replaced(tmp_path, run, evaluated):
+    metadata = METADATA | {"run": run, "collected_frames": 100} | evaluated
+    checkpoint = run_checkpoint(policy=torch.nn.Linear(1, 1))
+    RunCheckpoints(tmp_path).save(checkpoint, step=100, metadata=metadata)
+    assert _keep(tmp_path, 200, 1.0) == {"frames": 200, "eval_return": 1.0}
+    assert _kept(tmp_path) == 200
+
+
+def test_a_run_that_goes_on_on_another_device_has_the_best_policy_of_before(tmp_path):
+    metadata = METADATA | {"run": RUN | {"device": "cuda"}}
+    BestPolicy(tmp_path, metadata).keep(torch.nn.Linear(1, 1), 100, 9.0)
+    assert _keep(tmp_path, 200, 1.0) == {"frames": 100, "eval_return": 9.0}
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from typing import Any
 from tensordict.nn import TensorDictModuleBase
 from torchrl.checkpoint import Checkpoint
 
-from torchrl_unilab.errors import CheckpointError
+from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, run_checkpoint
+from torchrl_unilab.trainers.runs.policy import check_run
 
 
 class BestPolicy:
@@ -30,13 +31,17 @@ class BestPolicy:
         self._checkpoints, self._metadata = RunCheckpoints(directory), metadata
 
     def result(self) -> dict[str, Any] | None:
-        """Return its ``frames`` and ``eval_return``; None if there is none, or it is damaged."""
+        """Return its ``frames`` and ``eval_return``; None if there is none.
+
+        What is damaged, or of another run, is none: the next policy takes its place.
+        """
         try:
             saved = self._checkpoints.newest()
-        except CheckpointError:
+            check_run(saved, self._metadata["run"], "not the best")
+            metadata = Checkpoint.manifest(saved.path)["metadata"]
+            return {"frames": saved.frames, "eval_return": metadata["eval_return"]}
+        except (CheckpointError, ConfigError, KeyError):
             return None
-        metadata = Checkpoint.manifest(saved.path)["metadata"]
-        return {"frames": saved.frames, "eval_return": metadata["eval_return"]}
 
     def keep(self, policy: TensorDictModuleBase, frames: int, mean_return: float) -> None:
         """Save a policy if its return is higher; of equals, the newest is the best.
