@@ -130,9 +130,17 @@ def test_a_runs_summary_names_the_best_of_all_its_evaluations(appo_run):
     assert found["mean"] == pytest.approx(best["eval_return"])
 
 
-def test_a_run_without_a_best_policy_is_refused_where_it_is_asked_for(off_policy_runs, tmp_path):
+def test_a_run_without_a_whole_best_policy_is_refused_where_it_is_asked_for(off_policy_runs, tmp_path):
     path = shutil.copytree(off_policy_runs["sac"].run_dir, tmp_path / "run")
+    (best,) = RunCheckpoints(path / BEST).paths()
+    (best / "digests.json").unlink()
+    with pytest.raises(CheckpointError, match=r"digests.json.* Or leave best out"):
+        evaluate_run(path, best=True)
+    best.rename(best.with_name(f".{best.name}"))  # as a run leaves it that is killed in mid-save
+    missing = r"no checkpoint in .*/best .* Or leave best out"
+    with pytest.raises(CheckpointError, match=missing):
+        evaluate_run(path, best=True)
     shutil.rmtree(path / BEST)
-    with pytest.raises(CheckpointError, match=r"no best there .*Leave best out"):
+    with pytest.raises(CheckpointError, match=missing):
         evaluate_run(path, best=True)
     assert evaluate_run(path, episodes=1)["episodes"] == 1

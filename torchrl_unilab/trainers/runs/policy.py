@@ -170,16 +170,13 @@ def loaded_run(
             f"{refusal}: no {CONFIG_FILE} and {CHECKPOINT} there (expected a "
             "run directory). Train first."
         )
-    if best and not (path / BEST).is_dir():
-        raise CheckpointError(
-            f"{refusal}: no {BEST} there (expected policies of evaluations). Leave best out, for "
-            "the newest checkpoint."
-        )
+    way = ""
     try:
         file_settings = file_settings_of(path)
+        way = " Or leave best out, for the newest checkpoint." if best else ""
         saved = RunCheckpoints(path / (BEST if best else CHECKPOINT)).newest(("policy",))
     except (CheckpointError, ConfigError) as error:
-        raise type(error)(f"{refusal}: {error}") from error
+        raise type(error)(f"{refusal}: {error}{way}") from error
     check_run(saved, file_settings, refusal)
     if create_env is None:
         create_env = partial(MujocoBatchEnv, task_of(saved.run, path, refusal), **env_options)
