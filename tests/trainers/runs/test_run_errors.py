@@ -79,10 +79,10 @@ def test_evaluations_beside_the_training_are_as_long_and_seeded_as_was_asked(tmp
     asked = {"eval_interval": 9, "eval_episodes": 3, "eval_max_steps": 7, "video_interval": 18}
     monkeypatch.setattr(module, "check_filming", Mock())
     run = Run(RunConfig("Hopper-v5", 1 << 20, seed=5, **asked), APPOConfig(), tmp_path / "run")
-    run.learner, run._keep_best = Mock(), Mock()
+    run.learner, run.best = Mock(), Mock()
     run._start_evaluation(9, Mock())
     (create_env, *_), asked = made.call_args
-    expected = {"interval": 9, "episodes": 3, "max_steps": 7, "seed": 5, "keep": run._keep_best}
+    expected = {"interval": 9, "episodes": 3, "max_steps": 7, "seed": 5, "keep": run.best.keep}
     assert expected.items() <= asked.items()
     assert create_env.keywords == {"num_envs": 3, "num_threads": 1, "stagger": False}
     assert asked["videos"][1:] == (tmp_path / "run" / "videos", 18)
