@@ -130,7 +130,9 @@ def test_a_runs_summary_names_the_best_of_all_its_evaluations(appo_run):
     assert found["mean"] == pytest.approx(best["eval_return"])
 
 
-def test_a_run_without_a_whole_best_policy_is_refused_where_it_is_asked_for(off_policy_runs, tmp_path):
+def test_a_run_without_a_whole_best_policy_is_refused_where_it_is_asked_for(
+    off_policy_runs, tmp_path
+):
     path = shutil.copytree(off_policy_runs["sac"].run_dir, tmp_path / "run")
     (best,) = RunCheckpoints(path / BEST).paths()
     (best / "digests.json").unlink()
