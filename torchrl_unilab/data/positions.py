@@ -98,8 +98,6 @@ def _not_positions(what: str) -> PositionError:
 
 def is_run(positions: torch.Tensor, first: int, capacity: int) -> bool:
     """Return whether positions, int64 [n], count up from `first`, modulo `capacity`."""
-    if int(positions[0]) != first:
-        return False
     run = torch.arange(first, first + len(positions), device="cpu")
     return torch.equal(positions, run.remainder_(capacity) if int(run[-1]) >= capacity else run)
 
