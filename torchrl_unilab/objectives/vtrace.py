@@ -130,6 +130,5 @@ def vtrace(
         target_tm1 = torch.stack(corrections[::-1], dim=-1) + v_tm1
         # Past the end of the rollout only the next value is known.
         target_t = torch.cat([target_tm1[..., 1:], v_t[..., -1:]], dim=-1)
-        if lambda_ < 1.0:
-            target_t = lambda_ * target_t + (1.0 - lambda_) * v_t
+        target_t = lambda_ * target_t + (1.0 - lambda_) * v_t
         return target_tm1, clipped_rho * (r_t + discount_t * target_t - v_tm1)
