@@ -12,7 +12,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, Self
@@ -205,7 +205,7 @@ class AlgorithmConfig(Settings):
     gamma: Fraction = setting(0.99, "discount per step")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Collection[str]) -> str:
     """Return "Did you mean ...?" with known names that begin with `name`, or the most similar one.
 
     Empty if no name is similar.
@@ -216,7 +216,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
         >>> nearest("lr", ["logger", "lr_actor", "lr_critic"])
         ' Did you mean lr_actor or lr_critic?'
     """
-    known = list(known)
     names = [each for each in known if each.startswith(name)][:3]
     names = names or difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {' or '.join(names)}?" if names else ""

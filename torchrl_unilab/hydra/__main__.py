@@ -81,7 +81,7 @@ def main() -> None:
         if not isinstance(unknown, (ConfigAttributeError, ConfigKeyError)):
             reason = "" if unknown is None else f": {' '.join(str(unknown).split())}"
             sys.exit(f"error: {error}{reason}")
-        name, known = unknown.full_key, map(str, unknown.parent_node)
+        name, known = unknown.full_key, [*map(str, unknown.parent_node)]
         sys.exit(
             f"error: {name}: unknown (expected a key of the configuration)."
             f"{nearest(str(unknown.key), known)} Correct the name."
