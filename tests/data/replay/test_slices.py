@@ -175,6 +175,7 @@ def test_other_storages_are_left_to_torchrl():
         {"end_keys": [("next", "done")]},
         {"end_key": ("next", "done"), "cache_values": True},
         {"traj_key": "episode", "cache_values": True},
+        {"ends": torch.arange(6) % 3 == 2, "cache_values": True},
     ],
     ids=str,
 )
@@ -200,6 +201,11 @@ _USE_OURS = "slices of a replay with writers={}: its .*Use PackedSliceSampler"
             r"by \(\('next', 'done'\),\) .*Give end_key=",
         ),
         (PackedSliceSampler, {"traj_key": "gone"}, r"by 'gone' \(expected one key .*Give end_key="),
+        (
+            PackedSliceSampler,
+            {"ends": torch.ones(4).bool(), "cache_values": True},
+            r"by None \(expected .* no end_keys, ends, trajectories or use_gpu\)\.",
+        ),
     ],
     ids=str,
 )

@@ -114,7 +114,7 @@ class PackedSliceSampler(SliceSampler):
                 raise ConfigError(
                     "slices of rows that take turns between writers or environments: by "
                     f"{self._key or self.end_keys!r} (expected one key of the rows, with one flag "
-                    "or number per row, and neither end_keys nor cache_values nor use_gpu). Give "
+                    "or number per row, and no end_keys, ends, trajectories or use_gpu). Give "
                     "end_key=('next', 'done') or a traj_key."
                 )
             storage = storage.storage
