@@ -22,10 +22,20 @@ def _trainer() -> SimpleNamespace:
     return trainer
 
 
-@pytest.mark.parametrize("stream", [None, SimpleNamespace(write=print)])
-def test_what_a_script_puts_in_place_of_standard_error_is_no_terminal(stream, monkeypatch):
+@pytest.mark.parametrize(
+    ("stream", "terminal"),
+    [
+        (None, False),
+        (SimpleNamespace(write=print), False),
+        (SimpleNamespace(isatty=lambda: False), False),
+        (SimpleNamespace(isatty=lambda: True), True),
+    ],
+)
+def test_what_a_script_puts_in_place_of_standard_error_is_a_terminal_if_it_says_so(
+    stream, terminal, monkeypatch
+):
     monkeypatch.setattr(sys, "stderr", stream)
-    assert not can_draw()
+    assert can_draw() is terminal
 
 
 @pytest.mark.parametrize(("shell", "drawn"), [(object(), True), (None, False)])

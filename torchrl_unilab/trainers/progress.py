@@ -45,7 +45,7 @@ def stop_when(trainer: Trainer, stop_at: float | None, max_seconds: float | None
 
 def on_terminal() -> bool:
     """Return whether standard error is a terminal: a script may have put anything there."""
-    return sys.stderr is not None and bool(getattr(sys.stderr, "isatty", bool)())
+    return bool(getattr(sys.stderr, "isatty", bool)())
 
 
 def can_draw() -> bool:
