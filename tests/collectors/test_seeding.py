@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from torchrl_unilab.collectors.seeding import (
+    as_seed,
     first_seed,
     first_trajectory,
     random_seed,
@@ -56,3 +57,8 @@ def test_an_actor_that_ray_has_restarted_alone_draws_ids_and_seeds(
     else:
         assert {*ids} == {1 << 40}
         assert {*seeds} == {11}
+
+
+def test_a_seed_that_is_given_stays_as_it_is():
+    assert [as_seed(seed) for seed in (0, 7)] == [0, 7]
+    assert as_seed(None) >= 0
