@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import cache
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -110,8 +111,10 @@ def test_padding_is_not_learnt_from():
     trainer = appo_trainer()
     [batch] = pendulum_rollouts(1)
     padded = batch.set(("collector", "mask"), torch.ones(batch.shape, dtype=torch.bool))
+    trainer.register_op("batch_process", hook := Mock())
     with trainer.collector, pytest.raises(ConfigError, match=r"padded, .* Leave split_trajs out"):
         trainer._process_batch_hook(padded)
+    hook.assert_not_called()
 
 
 def test_padding_that_a_hook_makes_is_not_learnt_from():

@@ -3,8 +3,8 @@
 Each writer has home slots and two pipes of tokens: ``free``, slots to fill, and ``ready``,
 committed slots, oldest first. A slot is in its writer's hand, in its writer's pipes, or leased
 by the reader; it never reaches another writer. Hence what a dead writer held is what is in
-neither of its pipes and not leased (`recover`). The process that takes
-a token sees what the last owner of the slot wrote (`torchrl_unilab.shm.words`).
+neither of its pipes and not leased (`recover`). The process that takes a token sees what the last
+owner of the slot wrote (`torchrl_unilab.shm.words`).
 
 - *claim*: take a token from ``free``. If there is none, ``overflow="overwrite"`` takes the
   writer's own oldest from ``ready`` (the rollout is dropped and counted); ``"block"`` waits.

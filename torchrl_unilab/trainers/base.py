@@ -165,17 +165,14 @@ class RankTrainer(Trainer):
         super().register_op(dest, op, **kwargs)
 
     def _process_batch_hook(self, batch: TensorDictBase) -> TensorDictBase:
-        """Do as TorchRL; then refuse padding, which would be learnt from.
+        """Do as TorchRL; before and after it, refuse padding, which would be learnt from.
 
         Raises:
             ConfigError: The batch is padded, by the collector or by a hook.
         """
+        _refuse_padding(batch)
         batch = super()._process_batch_hook(batch)
-        if batch.get(("collector", "mask"), None) is not None:
-            raise ConfigError(
-                "batch: padded, by ('collector', 'mask') (expected steps alone). Leave split_trajs "
-                "out of the collector, and split_trajectories out of the hooks."
-            )
+        _refuse_padding(batch)
         return batch
 
     def _pre_epoch_hook(self, batch: TensorDictBase, **_: Any) -> TensorDictBase:
@@ -251,3 +248,11 @@ class RankTrainer(Trainer):
             if most is not None and now - self._saved_at >= most:
                 force_save, self._saved_at = True, now
             super().save_trainer(force_save)
+
+
+def _refuse_padding(batch: TensorDictBase) -> None:
+    if batch.get(("collector", "mask"), None) is not None:
+        raise ConfigError(
+            "batch: padded, by ('collector', 'mask') (expected steps alone). Leave split_trajs "
+            "out of the collector, and split_trajectories out of the hooks."
+        )
