@@ -127,6 +127,14 @@ def test_padding_that_a_hook_makes_is_not_learnt_from():
         trainer.train()
 
 
+def test_rollouts_that_a_hook_puts_end_to_end_are_not_taken_for_one_trajectory():
+    trainer = appo_trainer(1)
+    trainer.register_op("batch_process", lambda batch: batch.reshape(-1))
+    with trainer.collector, pytest.raises(ConfigError, match=r"\[1, \d+\], .* is followed by"):
+        trainer.train()
+    assert not trainer.normalizers["observation"].count
+
+
 def test_a_hook_may_change_a_minibatch_and_the_optimiser_stays_the_same_one():
     trainer = appo_trainer()
     first, second = pendulum_rollouts(2)
