@@ -116,6 +116,17 @@ def test_log_probabilities_by_component_are_refused(columns):
         loss.estimate(rollout.set("action_log_prob", log_prob[..., None].expand(6, 6, columns)))
 
 
+def test_rollouts_end_to_end_are_not_taken_for_one():
+    loss = _loss()
+    rollout = _rollout(loss)
+    ids = torch.arange(len(rollout))[:, None].expand(rollout.shape)
+    loss.estimate(rollout.set(("collector", "traj_ids"), ids))
+    with pytest.raises(LayoutShapeError, match=r"where a trajectory that is not done is followed"):
+        loss.estimate(rollout.reshape(-1))
+    rollout["next", "done"][:, -1] = True
+    loss.estimate(rollout.reshape(-1))
+
+
 def test_advantages_are_normalised_over_the_pool_and_estimates_carry_no_gradient():
     loss = _loss()
     estimated = loss.estimate(_rollout(loss))

@@ -22,7 +22,7 @@ from tests.support.training import (
     pendulum_rollouts,
     trainer_of,
 )
-from torchrl_unilab.errors import ConfigError, DivergedError
+from torchrl_unilab.errors import ConfigError, DivergedError, LayoutShapeError
 from torchrl_unilab.trainers import APPOTrainer
 
 
@@ -130,7 +130,7 @@ def test_padding_that_a_hook_makes_is_not_learnt_from():
 def test_rollouts_that_a_hook_puts_end_to_end_are_not_taken_for_one_trajectory():
     trainer = appo_trainer(1)
     trainer.register_op("batch_process", lambda batch: batch.reshape(-1))
-    with trainer.collector, pytest.raises(ConfigError, match=r"\[1, \d+\], .* is followed by"):
+    with trainer.collector, pytest.raises(LayoutShapeError, match=r"\[1, \d+\], .* is followed"):
         trainer.train()
     assert not trainer.normalizers["observation"].count
 

@@ -3,8 +3,32 @@
 from __future__ import annotations
 
 import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 
 from torchrl_unilab.errors import LayoutDtypeError, LayoutShapeError
+
+
+def check_in_time(rollouts: TensorDictBase, done_key: NestedKey) -> None:
+    """Refuse rollouts, [..., T], in which a trajectory follows one that is not done.
+
+    Environments end to end would pass for one trajectory. Without ``("collector", "traj_ids")``
+    nothing tells them apart.
+
+    Raises:
+        LayoutShapeError: They are no rollouts in order of time.
+    """
+    if (ids := rollouts.get(("collector", "traj_ids"), None)) is None:
+        return
+    shape = rollouts.batch_size
+    done = rollouts.get(("next", done_key)).reshape(*shape, -1).any(-1)
+    ids = ids.reshape(shape)
+    if ((ids[..., 1:] != ids[..., :-1]) & ~done[..., :-1]).any():
+        raise LayoutShapeError(
+            f"rollouts: of shape {[*shape]}, where a trajectory that is not done is followed by "
+            "another (expected [environments, steps]). Leave reshape out, and cat_results at "
+            "'stack'."
+        )
 
 
 def timeout_bootstrap(

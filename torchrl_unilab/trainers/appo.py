@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
 from torchrl.collectors import BaseCollector
 from torchrl.trainers import LRSchedulerHook, RewardNormalizer, ValueEstimatorHook
 
@@ -24,6 +23,7 @@ from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.distributions import check_log_prob
 from torchrl_unilab.objectives.fused.appo import STATISTICS
+from torchrl_unilab.objectives.vtrace import check_in_time
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.arguments import check_arguments, check_effect
@@ -294,28 +294,13 @@ class APPOTrainer(RankTrainer):
                 f"rollouts: no {missing} (expected all that the loss reads). Collect with its "
                 "actor, a ProbabilisticActor with return_log_prob=True, and leave out no key."
             )
-        _check_in_time(batch, keys.done)
+        check_in_time(batch, keys.done)
         log_prob = keys.sample_log_prob
         check_log_prob("rollouts", log_prob, batch.get(log_prob), batch.shape)
         taken, reward = batch.select(*needed), ("next", keys.reward)
         taken.set(reward, taken.get(reward) * self.config.reward_scale)  # rewards may be integers
         rollout = self.pool.add(taken)
         self._count_observations(self._read_observations(rollout))
-
-
-def _check_in_time(rollouts: TensorDictBase, done_key: NestedKey) -> None:
-    """Refuse trajectories that are not done before the next: they would pass for one."""
-    if (ids := rollouts.get(("collector", "traj_ids"), None)) is None:
-        return
-    shape = rollouts.batch_size
-    ids = ids.reshape(shape)
-    done = rollouts.get(("next", done_key)).reshape(*shape, -1).any(-1)
-    if ((ids[..., 1:] != ids[..., :-1]) & ~done[..., :-1]).any():
-        raise ConfigError(
-            f"rollouts: of shape {[*shape]}, where a trajectory that is not done is followed by "
-            "another (expected [environments, steps]). Leave reshape out of hooks, and cat_results "
-            "at 'stack'."
-        )
 
 
 _MAX_SORTED = 1 << 24
