@@ -13,16 +13,16 @@ def check_in_time(rollouts: TensorDictBase, done_key: NestedKey) -> None:
     """Refuse rollouts, [..., T], in which a trajectory follows one that is not done.
 
     Environments end to end would pass for one trajectory. Without ``("collector", "traj_ids")``
-    nothing tells them apart.
+    nothing tells them apart. Waits for the rollouts' device.
 
     Raises:
         LayoutShapeError: They are no rollouts in order of time.
     """
-    if (ids := rollouts.get(("collector", "traj_ids"), None)) is None:
+    keys, shape = (("collector", "traj_ids"), ("next", done_key)), rollouts.batch_size
+    ids, done = (rollouts.get(key, None) for key in keys)
+    if ids is None or done is None:
         return
-    shape = rollouts.batch_size
-    done = rollouts.get(("next", done_key)).reshape(*shape, -1).any(-1)
-    ids = ids.reshape(shape)
+    ids, done = ids.reshape(shape), done.reshape(*shape, -1).any(-1)
     if ((ids[..., 1:] != ids[..., :-1]) & ~done[..., :-1]).any():
         raise LayoutShapeError(
             f"rollouts: of shape {[*shape]}, where a trajectory that is not done is followed by "

@@ -276,6 +276,12 @@ class APPOTrainer(RankTrainer):
             self._further[name].append(losses.get(name).reshape(()).float())
         return torch.stack([losses.get(key) for key in STATISTICS])
 
+    def _process_batch_hook(self, batch: TensorDictBase) -> TensorDictBase:
+        """Do as the base class; then refuse environments end to end."""
+        batch = super()._process_batch_hook(batch)
+        check_in_time(batch, self.loss_module.tensor_keys.done)
+        return batch
+
     def _add_to_pool(self, batch: TensorDictBase) -> None:
         """Copy what the loss reads of a rollout [..., T] into the pool; count its observations."""
         if batch.ndim != 2:
@@ -294,7 +300,6 @@ class APPOTrainer(RankTrainer):
                 f"rollouts: no {missing} (expected all that the loss reads). Collect with its "
                 "actor, a ProbabilisticActor with return_log_prob=True, and leave out no key."
             )
-        check_in_time(batch, keys.done)
         log_prob = keys.sample_log_prob
         check_log_prob("rollouts", log_prob, batch.get(log_prob), batch.shape)
         taken, reward = batch.select(*needed), ("next", keys.reward)
