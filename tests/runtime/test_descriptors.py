@@ -30,7 +30,7 @@ def test_workers_that_share_more_than_a_fork_server_passes_are_spawned(number, t
             assert group._context.get_start_method() == taken
 
 
-def test_so_are_those_that_share_what_python_refuses_to_pass(monkeypatch):
+def test_workers_that_share_what_python_refuses_to_pass_are_spawned(monkeypatch):
     server = mp.get_context("forkserver")
     get_context = Mock(side_effect=[server, LookupError])
     monkeypatch.setattr(mp, "get_context", get_context)

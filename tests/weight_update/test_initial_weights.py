@@ -29,7 +29,7 @@ def test_collectors_on_other_machines_are_refused_with_the_way_out():
 
 
 @pytest.mark.parametrize("kind", [DistributedCollector, RPCCollector])
-def test_so_is_a_collector_that_makes_them(kind):
+def test_a_distributed_collector_is_refused_with_the_way_out(kind):
     class Own(kind):
         """A subclass of the user's."""
 

@@ -27,7 +27,7 @@ from torchrl_unilab.objectives.distributions import (
     divergence_of,
     entropy_of,
 )
-from torchrl_unilab.objectives.vtrace import check_in_time, vtrace
+from torchrl_unilab.objectives.vtrace import check_time_order, vtrace
 
 MIN_LR = 1e-5
 
@@ -239,7 +239,7 @@ class APPOLoss(LossModule):
             LayoutKeyError: The rollouts lack the behaviour policy's log probabilities, or what a
                 collector adds.
             LayoutShapeError: There is another number of log probabilities than one per action, or
-                time is not last.
+                a trajectory that is not done is followed by another.
         """
         keys = self.tensor_keys
         remedy = "Collect with a policy that returns it, and leave no key of the collector's out."
@@ -248,7 +248,7 @@ class APPOLoss(LossModule):
         check_log_prob("APPOLoss", keys.sample_log_prob, log_b, rollouts.batch_size)
         signals = keys.reward, keys.done, keys.terminated
         reward, done, terminated = (needed(("next", key)).squeeze(-1) for key in signals)
-        check_in_time(rollouts, keys.done)
+        check_time_order(rollouts, keys.done)
         if self._losses_taken and self.steps == 0 and not self._warned:
             self._warned = True
             torchrl_logger.warning(

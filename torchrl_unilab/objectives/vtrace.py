@@ -9,8 +9,8 @@ from tensordict.utils import NestedKey
 from torchrl_unilab.errors import LayoutDtypeError, LayoutShapeError
 
 
-def check_in_time(rollouts: TensorDictBase, done_key: NestedKey) -> None:
-    """Refuse rollouts, [..., T], in which a trajectory follows one that is not done.
+def check_time_order(rollouts: TensorDictBase, done_key: NestedKey) -> None:
+    """Refuse rollouts, [..., T], in which a trajectory that is not done is followed by another.
 
     Environments end to end would pass for one trajectory. Without ``("collector", "traj_ids")``
     nothing tells them apart. Waits for the rollouts' device.

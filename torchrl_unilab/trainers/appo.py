@@ -23,7 +23,7 @@ from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.distributions import check_log_prob
 from torchrl_unilab.objectives.fused.appo import STATISTICS
-from torchrl_unilab.objectives.vtrace import check_in_time
+from torchrl_unilab.objectives.vtrace import check_time_order
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.arguments import check_arguments, check_effect
@@ -279,7 +279,7 @@ class APPOTrainer(RankTrainer):
     def _process_batch_hook(self, batch: TensorDictBase) -> TensorDictBase:
         """Do as the base class; then refuse environments end to end."""
         batch = super()._process_batch_hook(batch)
-        check_in_time(batch, self.loss_module.tensor_keys.done)
+        check_time_order(batch, self.loss_module.tensor_keys.done)
         return batch
 
     def _add_to_pool(self, batch: TensorDictBase) -> None:

@@ -54,16 +54,16 @@ class BestPolicy:
         Raises:
             OSError: The policy cannot be written. What was there is as it was.
         """
-        best = self.result()
         if not math.isfinite(mean_return):
             return
+        best = self.result()
         if best and (mean_return, frames) <= (best["eval_return"], best["frames"]):
             return
-        # After a resume, a policy may be better than one of more frames.
-        numbers = [int(path.name.rpartition("-")[2]) for path in self._checkpoints.paths()]
+        # After a resume, a policy may be better than one of more frames: it is named as the newest.
+        taken = (int(path.name.rpartition("-")[2]) for path in self._checkpoints.paths())
         self._checkpoints.save(
             run_checkpoint(policy=policy),
             components=("policy",),
-            step=max([frames, *(number + 1 for number in numbers)]),
+            step=max(frames, max(taken, default=-1) + 1),
             metadata={**self._metadata, "collected_frames": frames, "eval_return": mean_return},
         )

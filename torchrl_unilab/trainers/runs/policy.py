@@ -167,15 +167,16 @@ def loaded_run(
     path, refusal = run_path(run_dir), f"cannot {purpose} {run_dir}"
     if not (path / CONFIG_FILE).is_file() and not (path / CHECKPOINT).exists():
         raise ConfigError(
-            f"{refusal}: no {CONFIG_FILE} and {CHECKPOINT} there (expected a "
-            "run directory). Train first."
+            f"{refusal}: no {CONFIG_FILE} and {CHECKPOINT} there (expected a run directory). Train "
+            "first."
         )
-    way = ""
     try:
         file_settings = file_settings_of(path)
-        way = " Or leave best out, for the newest checkpoint." if best else ""
         saved = RunCheckpoints(path / (BEST if best else CHECKPOINT)).newest(("policy",))
     except (CheckpointError, ConfigError) as error:
+        way = ""
+        if best and isinstance(error, CheckpointError):
+            way = " Or leave best out, for the newest checkpoint."
         raise type(error)(f"{refusal}: {error}{way}") from error
     check_run(saved, file_settings, refusal)
     if create_env is None:

@@ -355,8 +355,8 @@ class Run:
         # If the run was interrupted, a second Ctrl-C only ends the evaluation.
         with contextlib.suppress(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
             if self.is_rank_zero:
-                eval_return, actor = self._evaluate(), on_host(self.learner.actor)
-                self.best.keep(actor, trainer.collected_frames, eval_return)
+                eval_return = self._evaluate()
+                self.best.keep(self.learner.actor, trainer.collected_frames, eval_return)
         summary = {
             "env": options.env,
             "algo": self.config.algorithm,
