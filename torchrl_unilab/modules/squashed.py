@@ -266,7 +266,7 @@ def _bounds(
     """Return bounds as tensors of their own, [size]; refuse those that leave no room."""
     size = as_integer("size of actions", size, "Give the length of their vector.")
     # Bounds have values also where a network is made on the meta device, to be loaded later.
-    device = "cpu" if torch.get_default_device().type == "meta" else None
+    device = "cpu" if torch.empty(0).device.type == "meta" else None
     dtype = torch.get_default_dtype()
     bounds = [torch.as_tensor(bound, dtype=dtype, device=device) for bound in (low, high)]
     fit = all(bound.shape in ((), (size,)) for bound in bounds)
