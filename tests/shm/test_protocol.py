@@ -1,221 +1,149 @@
-"""The seqlock's protocol, checked in every order of its accesses that a processor allows.
+"""The seqlock's protocol, in every order of its steps that a processor allows.
 
-A program is a list of accesses and fences. On a strongly ordered machine (x86-64) stores become
-visible, and loads are performed, in program order. On a weakly ordered one (AArch64) an access
-follows only those before a fence, those of the same place, and the load that its address depends
-on. `explore` follows every order of a writer of several versions and a reader that reads once. That
-the code has the model's accesses and fences is a separate test.
+The steps are recorded from the code itself, fences included, so a fence that the code lacks fails
+here on every processor. A payload has two words, which say which version they are of.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.orders import FENCE, Step, outcomes, strongly_ordered, without_fence
 from tests.support.watching import WatchedWords
 from torchrl_unilab.shm import SnapshotCell, seqlock
 from torchrl_unilab.shm.seqlock import Snapshot
 
 PAYLOAD = 2  # words of a payload: two are enough to mix
-FENCE = "fence"
-Place = tuple[str, int]
 
 
-class Store(NamedTuple):
-    """A store of the writer."""
+def steps_of(
+    monkeypatch: pytest.MonkeyPatch, action: Callable[[SnapshotCell], object], slots: int = 2
+) -> list[Step]:
+    """Steps of what is done to a cell of version 0; the slots of loads are found later."""
+    steps: list[Step] = []
 
-    place: Place
-    value: int
+    def note(kind: str, address: object, value: int = 0) -> None:
+        steps.append((kind, address, value))
 
+    def copy_in(views: Any, tensors: Sequence[torch.Tensor]) -> None:
+        slot = next(i for i in range(slots) if views is cell._views[i])
+        for word, value in enumerate(tensors[0].tolist()):
+            note("store", ("payload", slot, word), value)
 
-def writer(versions: int, slots: int, stride: int = 1) -> list[Store | str]:
-    """The writer's stores and fences in program order; with a `stride`, versions skip numbers."""
-    program: list[Store | str] = []
-    for count in range(1, versions + 1):
-        version, slot = count * stride, count % slots
-        program += [
-            Store(("sequence", slot), 2 * version - 1),
-            FENCE,
-            *(Store(("payload", slot * PAYLOAD + i), version) for i in range(PAYLOAD)),
-            FENCE,
-            Store(("sequence", slot), 2 * version),
-            Store(("announced", 0), version * slots + slot),
-        ]
-    return program
+    def copy_out(*_: object) -> None:
+        for word in range(PAYLOAD):
+            note("load", ("payload", word))
 
-
-READER = ["announced", "sequence", *["payload"] * PAYLOAD, FENCE, "sequence"]
-
-
-def before(places: list[object], *, weak: bool) -> list[set[int]]:
-    """For each access of a program, the accesses that precede it on the machine."""
-    accesses: list[object] = []
-    predecessors: list[set[int]] = []
-    fenced = 0
-    for place in places:
-        if place == FENCE:
-            fenced = len(accesses)
-            continue
-        earlier = range(len(accesses))
-        predecessors.append({i for i in earlier if not weak or i < fenced or accesses[i] == place})
-        accesses.append(place)
-    return predecessors
+    with SnapshotCell({"w": torch.zeros(PAYLOAD, dtype=torch.int64)}, slots=slots) as cell:
+        announced = seqlock._ANNOUNCED
+        cell._words = WatchedWords(
+            cell._words,
+            lambda word, value: word == announced and note("store", "announced", value),
+            lambda word: word == announced and note("load", "announced"),
+        )
+        cell._sequence = WatchedWords(
+            cell._sequence,
+            lambda slot, value: note("store", ("sequence", slot), value),
+            lambda _: note("load", ("sequence",)),
+        )
+        with monkeypatch.context() as patched:
+            patched.setattr(seqlock, "fence", lambda: steps.append(FENCE))
+            patched.setattr(seqlock.torch, "_foreach_copy_", copy_in)
+            patched.setattr(seqlock.np, "copyto", copy_out)
+            action(cell)
+    return steps
 
 
-def explore(
-    program: list[Store | str], slots: int, *, weak: bool, reader: list[str] = READER
-) -> tuple[bool, int, int]:
-    """Follow every order: (some accepted read was torn, reads accepted, states seen)."""
-    stores = [step for step in program if isinstance(step, Store)]
-    stores_before = before([s if s == FENCE else s.place for s in program], weak=weak)
-    loads = [place for place in reader if place != FENCE]
-    loads_before = before([*reader], weak=weak)
-    for i in range(1, len(loads)):
-        loads_before[i].add(0)  # the slot, so the address, is what the first load returns
+def writer(
+    monkeypatch: pytest.MonkeyPatch, versions: int = 4, slots: int = 2, stride: int = 1
+) -> list[Step]:
+    """Steps of a writer of some versions, whose own loads matter to nobody."""
 
-    def memory(visible: frozenset[int]) -> dict[Place, int]:
-        return {stores[i].place: stores[i].value for i in sorted(visible)}
+    def publish(cell: SnapshotCell) -> None:
+        for version in range(stride, versions * stride + 1, stride):
+            cell.publish([torch.full((PAYLOAD,), version)], version=version)
 
-    def address(load: int, seen: dict[int, int]) -> Place:
-        if load == 0:
-            return "announced", 0
-        slot = seen[0] % slots
-        if loads[load] == "sequence":
-            return "sequence", slot
-        return "payload", slot * PAYLOAD + loads[:load].count("payload")
-
-    start: tuple[frozenset[int], frozenset[tuple[int, int]]] = (frozenset(), frozenset())
-    pending, visited = [start], {start}
-    torn = accepted = 0
-    while pending:
-        visible, performed = pending.pop()
-        seen = dict(performed)
-        if len(seen) == len(loads):
-            version = seen[0] // slots
-            checks = [seen[i] for i, place in enumerate(loads) if place == "sequence"]
-            words = [seen[i] for i, place in enumerate(loads) if place == "payload"]
-            if all(check == 2 * version for check in checks):
-                accepted += 1
-                torn += any(word != version for word in words)
-            continue
-        following = [
-            (visible | {i}, performed)
-            for i in range(len(stores))
-            if i not in visible and stores_before[i] <= visible
-        ]
-        following += [
-            (visible, performed | {(i, memory(visible).get(address(i, seen), 0))})
-            for i in range(len(loads))
-            if i not in seen and loads_before[i] <= seen.keys()
-        ]
-        for state in following:
-            if state not in visited:
-                visited.add(state)
-                pending.append(state)
-    return torn > 0, accepted, len(visited)
+    steps = steps_of(monkeypatch, publish, slots)
+    return [step for step in steps if step[0] != "load"]
 
 
-def without_fence(program: list, nth: int) -> list:
-    """A program whose fences lack each nth of every two (the writer's), or the nth."""
-    kept, count = [], -1
-    for step in program:
-        count += step == FENCE
-        if step == FENCE and count % 2 == nth:
-            continue
-        kept.append(step)
-    return kept
+def reader(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """Steps of a read."""
+    return steps_of(monkeypatch, lambda cell: cell.read(Snapshot(cell.layout)))
 
 
-@pytest.mark.parametrize("weak", [False, True])
+def accepted(
+    written: list[Step], read: list[Step], slots: int = 2, *, before: Sequence[Step] = ()
+) -> set[tuple[int, ...]]:
+    """The version and the words of each read that its checks let pass, after the steps before."""
+    start = {"announced": 0} | {("sequence", slot): 0 for slot in range(slots)}
+    start |= {("payload", slot, word): 0 for slot in range(slots) for word in range(PAYLOAD)}
+    start |= {address: value for kind, address, value in before if kind == "store"}
+
+    def find(address: Any, loaded: tuple[Any, ...]) -> Any:
+        if address == "announced":
+            return address
+        name, *word = address
+        return None if loaded[0] is None else (name, loaded[0] % slots, *word)
+
+    names = [address for kind, address, _ in read if kind == "load"]
+    assert names[0] == "announced"
+    passed = set()
+    for loaded in outcomes(written, read, start, find):
+        version = loaded[0] // slots
+        values = [*zip(names, loaded, strict=True)]
+        if all(value == 2 * version for name, value in values if name == ("sequence",)):
+            words = (value for name, value in values if name[0] == "payload")
+            passed.add((version, *words))
+    return passed
+
+
+def is_torn(written: list[Step], read: list[Step]) -> bool:
+    return any(len({*found}) > 1 for found in accepted(written, read))
+
+
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("versions", [1, 2, 4])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_no_order_of_accesses_yields_a_torn_read(weak, slots, versions, stride):
-    torn, accepted, states = explore(writer(versions, slots, stride), slots, weak=weak)
+def test_no_order_of_the_steps_yields_a_torn_read(monkeypatch, slots, versions, stride):
+    written = writer(monkeypatch, versions, slots, stride)
 
-    assert not torn
-    assert accepted > 0
-    assert states > 20
+    found = accepted(written, reader(monkeypatch), slots)
+
+    published = range(0, versions * stride + 1, stride)
+    assert found == {(version,) * (1 + PAYLOAD) for version in published}
+
+
+def test_wherever_a_writer_ends_it_leaves_one_whole_version(monkeypatch):
+    steps, read = writer(monkeypatch), reader(monkeypatch)
+
+    for end in range(len(steps) + 1):
+        (found,) = accepted([], read, before=steps[:end])
+        assert len({*found}) == 1
 
 
 @pytest.mark.parametrize("nth", [0, 1])
-def test_without_a_fence_of_the_writer_a_weakly_ordered_machine_tears(nth):
-    assert explore(without_fence(writer(4, 2), nth), 2, weak=True)[0]
+def test_without_a_fence_of_the_writer_a_weakly_ordered_machine_tears(monkeypatch, nth):
+    steps = without_fence(writer(monkeypatch), *range(nth, 8, 2))
+
+    assert is_torn(steps, reader(monkeypatch))
 
 
-def test_without_the_fence_of_the_reader_a_weakly_ordered_machine_tears():
-    assert explore(writer(4, 2), 2, weak=True, reader=without_fence(READER, 0))[0]
+def test_without_the_fence_of_the_reader_a_weakly_ordered_machine_tears(monkeypatch):
+    assert is_torn(writer(monkeypatch), without_fence(reader(monkeypatch), 0))
 
 
-def test_without_the_second_check_a_read_is_torn():
-    assert explore(writer(4, 2), 2, weak=False, reader=READER[:-2])[0]
+def test_without_the_second_check_a_read_is_torn(monkeypatch):
+    unchecked = reader(monkeypatch)[:-1]
+
+    assert is_torn(strongly_ordered(writer(monkeypatch)), strongly_ordered(unchecked))
 
 
-def test_without_the_odd_word_a_read_is_torn():
-    unmarked = [s for s in writer(4, 2) if not (isinstance(s, Store) and _is_odd(s))]
+def test_without_the_odd_word_a_read_is_torn(monkeypatch):
+    unmarked = [s for s in writer(monkeypatch) if s[1][:1] != ("sequence",) or not s[2] % 2]
 
-    assert explore(unmarked, 2, weak=False)[0]
-
-
-def _is_odd(store: Store) -> bool:
-    return store.place[0] == "sequence" and store.value % 2 == 1
-
-
-@pytest.fixture
-def traced(monkeypatch) -> tuple[SnapshotCell, list]:
-    """A cell of two slots that has published once, and the trace of what follows."""
-    cell, trace = SnapshotCell({"w": torch.zeros(3)}, slots=2), []
-    cell.publish([torch.ones(3)])
-
-    def loaded(name: str) -> None:
-        trace.append(("load", name))
-
-    def announce(index: int, value: int) -> None:
-        if index == seqlock._ANNOUNCED:
-            trace.append(Store(("announced", 0), value))
-
-    cell._words = WatchedWords(
-        cell._words, announce, lambda i: i == seqlock._ANNOUNCED and loaded("announced")
-    )
-    cell._sequence = WatchedWords(
-        cell._sequence,
-        lambda slot, value: trace.append(Store(("sequence", slot), value)),
-        lambda _: loaded("sequence"),
-    )
-
-    def copy_in(views, tensors):
-        slot = next(i for i in range(2) if views is cell._views[i])
-        trace.extend(Store(("payload", slot * PAYLOAD + i), 0) for i in range(PAYLOAD))
-
-    def copy_out(out, payload):
-        trace.extend([("load", "payload")] * PAYLOAD)
-
-    monkeypatch.setattr(seqlock, "fence", lambda: trace.append(FENCE))
-    monkeypatch.setattr(seqlock.torch, "_foreach_copy_", copy_in)
-    monkeypatch.setattr(seqlock.np, "copyto", copy_out)
-    return cell, trace
-
-
-def test_the_writer_has_the_models_stores_and_fences(traced):
-    cell, trace = traced
-
-    for _ in range(3):
-        cell.publish([torch.ones(3)])
-
-    stores = [step for step in trace if step == FENCE or isinstance(step, Store)]
-    model = writer(4, 2)[len(writer(1, 2)) :]
-    assert [_without_payload(step) for step in stores] == [_without_payload(s) for s in model]
-
-
-def _without_payload(step: Store | str) -> Store | str:
-    return Store(step.place, 0) if step != FENCE and step.place[0] == "payload" else step
-
-
-def test_the_reader_has_the_models_loads_and_fence(traced):
-    cell, trace = traced
-
-    cell.read(Snapshot(cell.layout))
-
-    assert [step if step == FENCE else step[1] for step in trace] == READER
+    assert is_torn(strongly_ordered(unmarked), strongly_ordered(reader(monkeypatch)))

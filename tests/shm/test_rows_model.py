@@ -1,9 +1,8 @@
 """Every order in which processors may see the steps of a writer and a reader.
 
 The steps are recorded from the code itself, fences included, so a fence that the code lacks
-fails here on every processor. Between two fences a thread's steps take place in any order, but
-those at one address; stores are seen by all others at once, as on AArch64. Rows have two words,
-which say which row they are, and which version of it.
+fails here on every processor. Rows have two words, which say which row they are, and which version
+of it. An address is a word's name or (place, word).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.support.orders import FENCE, Step, outcomes, without_fence
 from tests.support.watching import WatchedWords
 from torchrl_unilab.shm import rows as rows_module
 from torchrl_unilab.shm import shards as shards_module
@@ -24,10 +24,6 @@ from torchrl_unilab.shm.shards import BASE, FLOOR, HEAD, LOADING, ORIGIN, VERSIO
 CAPACITY, WIDTHS = 2, (1, 1)
 WORDS = sum(WIDTHS)
 WATCHED = {FLOOR: "floor", HEAD: "head", VERSION: "version"}
-FENCE = ("fence", "", 0)
-
-Step = tuple[str, object, int]
-"""("load" or "store", address, value), or a fence; an address is a word's name or (place, word)."""
 
 
 class Recorded(SharedRows):
@@ -145,55 +141,14 @@ def steps_of_reader(monkeypatch: pytest.MonkeyPatch, at: bool) -> list[Step]:
         return rows.steps
 
 
-def needed_before(steps: list[Step]) -> list[int]:
-    """For each step a mask of those that have to come before it."""
-    masks = []
-    for i, (kind, address, _) in enumerate(steps):
-        fences = [j for j in range(i) if steps[j] == FENCE]
-        same = [j for j in range(i) if steps[j][1] == address]
-        masks.append(sum(1 << j for j in (range(i) if kind == "fence" else {*same, *fences[-1:]})))
-    return masks
-
-
-def next_steps(done: int, needed: list[int]) -> list[int]:
-    return [i for i, mask in enumerate(needed) if not done >> i & 1 and done & mask == mask]
-
-
-def outcomes(
+def loaded_by(
     writer: list[Step], reader: list[Step], row: int = 0, head: int = 2
 ) -> set[tuple[int, ...]]:
-    """What a reader of `row` may load, in the order of its loads, in any order of all steps."""
-    place = row % CAPACITY
+    """What a reader of `row` may load."""
     start = {"head": head} | dict.fromkeys(("floor", "version", "base", "origin", "loading"), 0)
     start |= {(place, word): place for place in range(CAPACITY) for word in range(WORDS)}
-    at = {address: i for i, address in enumerate(start)}
-    at |= {("row", word): at[place, word] for word in range(WORDS)}
-    before_write, before_read = needed_before(writer), needed_before(reader)
-    loads = [i for i, step in enumerate(reader) if step[0] == "load"]
-    found: set[tuple[int, ...]] = set()
-    stack = [(0, 0, (*start.values(),), (0,) * len(reader))]
-    seen = {*stack}
-    while stack:
-        wrote, read, memory, loaded = stack.pop()
-        if read == (1 << len(reader)) - 1:
-            found.add(tuple(loaded[i] for i in loads))
-            continue
-        new = []
-        for i in next_steps(wrote, before_write):
-            kind, address, value = writer[i]
-            after = list(memory)
-            if kind == "store":
-                after[at[address]] = value
-            new.append((wrote | 1 << i, read, tuple(after), loaded))
-        for i in next_steps(read, before_read):
-            kind, address, _ = reader[i]
-            values = list(loaded)
-            if kind == "load":
-                values[i] = memory[at[address]]
-            new.append((wrote, read | 1 << i, memory, tuple(values)))
-        stack += {*new} - seen
-        seen.update(new)
-    return found
+    places = {("row", word): (row % CAPACITY, word) for word in range(WORDS)}
+    return outcomes(writer, reader, start, lambda address, _: places.get(address, address))
 
 
 def violations(writer: list[Step], reader: list[Step]) -> list[tuple[int, ...]]:
@@ -201,7 +156,7 @@ def violations(writer: list[Step], reader: list[Step]) -> list[tuple[int, ...]]:
     names = [address for kind, address, _ in reader if kind == "load"]
     bad = []
     for row in range(5):
-        for loaded in outcomes(writer, reader, row):
+        for loaded in loaded_by(writer, reader, row):
             named: dict[object, list[int]] = {}
             for name, value in zip(names, loaded, strict=True):
                 named.setdefault(name, []).append(value)
@@ -223,11 +178,6 @@ def test_no_order_of_the_steps_lets_a_torn_row_pass(monkeypatch, writer, at):
     assert not violations(steps_of(monkeypatch, writer), steps_of_reader(monkeypatch, at))
 
 
-def _without_fence(steps: list[Step], which: int) -> list[Step]:
-    fences = [i for i, step in enumerate(steps) if step == FENCE]
-    return [step for i, step in enumerate(steps) if i != fences[which]]
-
-
 @pytest.mark.parametrize(
     ("writer", "fence"), [(append_one, 0), (append_one, 1), (rewrite, 0), (rewrite, 1)]
 )
@@ -235,7 +185,7 @@ def test_a_writer_that_lacks_a_fence_lets_a_torn_row_pass(monkeypatch, writer, f
     steps = steps_of(monkeypatch, writer)
     assert steps.count(FENCE) == 2
 
-    assert violations(_without_fence(steps, fence), steps_of_reader(monkeypatch, False))
+    assert violations(without_fence(steps, fence), steps_of_reader(monkeypatch, False))
 
 
 @pytest.mark.parametrize("at", [False, True], ids=["read", "read_at"])
@@ -244,7 +194,7 @@ def test_a_reader_that_lacks_a_fence_lets_a_torn_row_pass(monkeypatch, fence, at
     steps = steps_of_reader(monkeypatch, at)
     assert steps.count(FENCE) == 4
 
-    reader = _without_fence(steps, fence)
+    reader = without_fence(steps, fence)
 
     assert any(violations(steps_of(monkeypatch, writer), reader) for writer in WRITERS)
 
@@ -285,7 +235,7 @@ BEFORE, CLEARED, LOADED = (0, 1, 0), (2, 2, 2), (2, 4, 100)
 def lineages(writer: list[Step], reader: list[Step]) -> set[tuple[int, ...]]:
     """What a lineage may be, unless it says that all rows are being replaced."""
     names, found = [address for kind, address, _ in reader if kind == "load"], set()
-    for loaded in outcomes(writer, reader, head=1):
+    for loaded in loaded_by(writer, reader, head=1):
         last = dict(zip(names, loaded, strict=True))
         if last["base"] == loaded[names.index("base")] and not last["loading"]:
             found.add((last["base"], last["head"], last["origin"]))
@@ -304,7 +254,7 @@ def test_no_order_of_the_steps_gives_a_lineage_of_two_times(monkeypatch, writer,
     ("writer", "fence"), [(SharedRows.clear, 0), (SharedRows.clear, 1), (load_two, -1)]
 )
 def test_a_replacement_that_lacks_a_fence_gives_a_lineage_of_two_times(monkeypatch, writer, fence):
-    steps = _without_fence(steps_of(monkeypatch, writer, counted), fence)
+    steps = without_fence(steps_of(monkeypatch, writer, counted), fence)
     reader = steps_of(monkeypatch, SharedRows.lineage, counted)
     assert lineages(steps, reader) - {BEFORE, CLEARED, LOADED}
 
@@ -314,4 +264,4 @@ def test_a_lineage_that_lacks_a_fence_is_of_two_times(monkeypatch, fence):
     reader = steps_of(monkeypatch, SharedRows.lineage, counted)
     assert reader.count(FENCE) == 4
     writer = steps_of(monkeypatch, SharedRows.clear, counted)
-    assert lineages(writer, _without_fence(reader, fence)) - {BEFORE, CLEARED}
+    assert lineages(writer, without_fence(reader, fence)) - {BEFORE, CLEARED}
