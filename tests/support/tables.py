@@ -1,15 +1,16 @@
-"""A replay source whose rows say which row they are, and that a test can stop and break."""
+"""A replay whose rows say which row they are, and that a test can stop and break."""
 
 from __future__ import annotations
 
 import threading
 from functools import partial
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from tests.support.bounds import DEADLINE
-from torchrl_unilab.data import DoubleBufferReplayPipeline
+from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
 
 COUNT = 64
@@ -17,54 +18,37 @@ CAPACITY = 512
 make_pipeline = partial(DoubleBufferReplayPipeline, sample_count=COUNT)
 
 
-class Table:
+class Table(PackedReplayStorage):
     """Rows; `gate` holds up sampling, `broken` makes it fail."""
 
     def __init__(self, rows: int = CAPACITY) -> None:
-        self.rows = self._make(CAPACITY)
-        self.written = 0
-        self.batches = 0
-        self.broken = False
-        self.gate = threading.Event()
+        super().__init__(CAPACITY)
+        self.batches, self.broken = 0, False
+        self.gate, self.counted, self.sampling = (threading.Event() for _ in range(3))
         self.gate.set()
-        self.counted = threading.Event()
-        self.sampling = threading.Event()
-        self.add(rows)
+        self.write(rows)
 
-    @staticmethod
-    def _make(count: int) -> TensorDict:
-        numbers, flags = torch.zeros(count, 8), torch.zeros(count, 1, dtype=torch.uint8)
-        fields = {
-            "observation": numbers[:, :4],
-            "next": {"observation": numbers[:, 4:], "done": flags.view(torch.bool)},
-        }
-        return TensorDict(fields, [count])
-
-    def add(self, count: int) -> None:
+    def write(self, count: int) -> None:
         """Write rows, each everywhere its own number."""
-        for row in range(self.written, self.written + count):
-            self.rows["observation"][row % CAPACITY] = row
-            self.rows["next", "observation"][row % CAPACITY] = row
-            self.rows["next", "done"][row % CAPACITY] = bool(row % 2)
-        self.written += count
+        number = torch.arange(self.ptr, self.ptr + count).unsqueeze(1)
+        seen = number.float().expand(count, 4)
+        after = {"observation": seen, "done": number % 2 == 1}
+        self.append(TensorDict({"observation": seen, "next": after}, [count]))
 
     def snapshot(self) -> ReplaySnapshot:
         self.counted.set()
-        return ReplaySnapshot(self.written, min(self.written, CAPACITY))
+        return super().snapshot()
 
     def empty_batch(self, count: int, *, pin_memory: bool = False) -> TensorDict:
         self.batches += 1
-        return self._make(count)
+        return super().empty_batch(count, pin_memory=pin_memory)
 
-    def sample(
-        self, count: int, *, seed: int, snapshot: ReplaySnapshot, out: TensorDict
-    ) -> TensorDict:
+    def sample(self, count: int, **draw: Any) -> TensorDictBase:
         self.sampling.set()
         assert self.gate.wait(DEADLINE)
         if self.broken:
             raise LookupError("these rows cannot be read")
-        generator = torch.Generator().manual_seed(seed)
-        return out.update_(self.rows[torch.randint(snapshot.size, (count,), generator=generator)])
+        return super().sample(count, **draw)
 
 
 def drawn(seed: int, size: int = CAPACITY, count: int = COUNT) -> list[int]:

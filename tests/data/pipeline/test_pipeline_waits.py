@@ -39,7 +39,7 @@ def concurrently(action: Callable[[], Any], after: threading.Event) -> Iterator[
 def test_a_batch_waits_for_the_rows_it_has_to_be_drawn_from(packer):
     table = Table(100)
     with (
-        concurrently(lambda: table.add(50), after=table.counted),
+        concurrently(lambda: table.write(50), after=table.counted),
         make_pipeline(table, packer=packer) as pipeline,
     ):
         pipeline.start_prepare(1, COUNT, min_snapshot_ptr=150)
@@ -69,7 +69,7 @@ def test_a_batch_that_is_dropped_waits_for_no_rows_and_the_next_one_may():
         assert table.counted.wait(DEADLINE)
         pipeline.discard()
         table.counted.clear()
-        with concurrently(lambda: table.add(1), after=table.counted):
+        with concurrently(lambda: table.write(1), after=table.counted):
             pipeline.start_prepare(1, COUNT, min_snapshot_ptr=11)
             pipeline.sample_large_batch(1, COUNT)
         assert pipeline.last_metadata.snapshot_ptr == 11

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from torch.overrides import TorchFunctionMode
 
+from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline
 from torchrl_unilab.data.pipeline.transfer import (
     CUDATransfer,
@@ -33,7 +34,7 @@ CPU = torch.device("cpu")
 COUNT = 6
 
 
-class Seeds:
+class Seeds(PackedReplayStorage):
     """Rows that hold the seed they were drawn with."""
 
     def snapshot(self) -> ReplaySnapshot:
@@ -155,7 +156,7 @@ class CopiesOn(TorchFunctionMode):
 def pipeline_on(cuda: Cuda, **settings: Any) -> DoubleBufferReplayPipeline:
     transfer = partial(CUDATransfer, device=CPU, cuda=cuda)
     return DoubleBufferReplayPipeline(
-        Seeds(), sample_count=COUNT, packer="inline", transfer=transfer, **settings
+        Seeds(COUNT), sample_count=COUNT, packer="inline", transfer=transfer, **settings
     )
 
 
@@ -188,7 +189,7 @@ def test_however_late_the_device_is_the_learner_s_work_sees_its_own_tick_s_batch
 
 def test_each_step_of_a_slot_waits_for_what_it_must_and_for_nothing_else():
     cuda = Cuda()
-    transfer = CUDATransfer([Seeds().empty_batch(COUNT)], CPU, cuda=cuda)
+    transfer = CUDATransfer([Seeds(COUNT).empty_batch(COUNT)], CPU, cuda=cuda)
     steps = {"made": list(cuda.calls)}
     for step in ("wait", "submit", "acquire", "release"):
         cuda.calls.clear()
@@ -226,7 +227,7 @@ def test_sampling_does_not_wait_for_the_device():
 
 def test_memory_outlasts_the_copies_without_a_close():
     cuda = Cuda()
-    host = Seeds().empty_batch(COUNT)
+    host = Seeds(COUNT).empty_batch(COUNT)
     transfer = CUDATransfer([host], CPU, cuda=cuda)
     transfer.submit(0)
     there = weakref.ref(transfer._blocks[0][0][0])
@@ -277,7 +278,7 @@ def test_a_mirror_takes_one_copy_per_block_and_is_equal_afterwards(batch):
 
 
 def test_on_the_processor_the_host_batch_is_the_batch():
-    host = Seeds().empty_batch(COUNT)
+    host = Seeds(COUNT).empty_batch(COUNT)
     transfer = HostTransfer([host])
     transfer.submit(0)
     assert transfer.ready(0)
@@ -285,7 +286,7 @@ def test_on_the_processor_the_host_batch_is_the_batch():
 
 
 def test_the_portable_copy_is_made_once_by_the_thread_that_takes_the_batch():
-    host = Seeds().empty_batch(COUNT)
+    host = Seeds(COUNT).empty_batch(COUNT)
     transfer = PortableTransfer([host], CPU)
     there = transfer.acquire(0)
     there["next", "reward"].fill_(5.0)
@@ -303,7 +304,7 @@ def test_the_portable_copy_is_made_once_by_the_thread_that_takes_the_batch():
 def test_a_pipeline_over_the_portable_copy_says_where_its_batches_are(packer):
     transfer = partial(PortableTransfer, device=CPU)
     with DoubleBufferReplayPipeline(
-        Seeds(), sample_count=COUNT, transfer=transfer, packer=packer
+        Seeds(COUNT), sample_count=COUNT, transfer=transfer, packer=packer
     ) as pipeline:
         for tick in range(5):
             batch = pipeline.sample_large_batch(tick, COUNT)
@@ -338,7 +339,7 @@ def test_a_gpu_without_a_number_is_the_current_one(device, index, monkeypatch):
 def test_on_cuda_late_work_sees_its_own_tick_s_batch(packer):
     count, seen = 50_000, []
     with DoubleBufferReplayPipeline(
-        Seeds(), sample_count=count, device="cuda", packer=packer
+        Seeds(COUNT), sample_count=count, device="cuda", packer=packer
     ) as pipeline:
         assert pipeline.transfer_manifest["pinned"] is True
         for tick in range(30):

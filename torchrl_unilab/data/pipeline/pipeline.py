@@ -25,8 +25,7 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_unilab.checks import as_choice, as_integer, as_seconds
-from torchrl_unilab.data.pipeline.protocols import ReplaySource
+from torchrl_unilab.checks import as_choice, as_instance, as_integer, as_seconds
 from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
@@ -133,11 +132,8 @@ class DoubleBufferReplayPipeline(Owner):
         sample_count = as_integer("replay pipeline sample_count", sample_count, "Use 1 or more.")
         base_seed = as_integer("replay pipeline base_seed", base_seed, "Use 0.", least=0)
         timeout = as_seconds("replay pipeline timeout", timeout)
-        if not isinstance(source, ReplaySource):
-            raise ConfigError(
-                f"replay pipeline: source {type(source).__name__} (expected a "
-                "PackedReplayStorage). Pass one, of a buffer as buffer.storage."
-            )
+        remedy = "Pass one, of a buffer as buffer.storage."
+        as_instance("replay pipeline source", source, PackedReplayStorage, remedy)
         remedy = "Use 'thread' to pack while the learner learns."
         as_choice("replay pipeline packer", packer, ("thread", "inline"), remedy)
         try:

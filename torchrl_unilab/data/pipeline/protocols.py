@@ -1,15 +1,13 @@
-"""Protocols: what a learner needs of a replay pipeline, and a pipeline of its rows.
+"""What a learner needs of a replay pipeline.
 
-`DoubleBufferReplayPipeline` implements the first; annotate loops of your own with it.
+`DoubleBufferReplayPipeline` implements it; annotate loops of your own with it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
-from tensordict import TensorDict, TensorDictBase
-
-from torchrl_unilab.data.replay.gather import ReplaySnapshot
+from tensordict import TensorDictBase
 
 
 class ReplayPipeline(Protocol):
@@ -48,17 +46,3 @@ class ReplayPipeline(Protocol):
 
     def close(self) -> None:
         """End all waiting and free the memory. Idempotent."""
-
-
-@runtime_checkable
-class ReplaySource(Protocol):
-    """What a pipeline samples from, as `PackedReplayStorage`."""
-
-    def empty_batch(self, count: int, *, pin_memory: bool = False) -> TensorDict:
-        """Make memory for batches of `count` rows."""
-
-    def snapshot(self) -> ReplaySnapshot:
-        """Return the rows to sample from."""
-
-    def sample(self, count: int, **draw: Any) -> TensorDictBase:
-        """Sample rows."""
