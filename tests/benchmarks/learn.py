@@ -14,6 +14,7 @@ while it trains, too, if asked for. A run that is interrupted, or fails, writes 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import json
@@ -22,12 +23,10 @@ import signal
 import statistics
 import sys
 import tempfile
-import typing
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import NoneType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -37,6 +36,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.configs import SETTINGS
+from torchrl_unilab.configs.settings import Settings, nearest
 from torchrl_unilab.envs.registry import TASKS
 from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.limits import available_cores
@@ -45,54 +45,27 @@ from torchrl_unilab.trainers import load_policy, train_appo, train_off_policy
 RESULTS = Path(__file__).parent / "results"
 GYMNASIUM_EPISODES = 10
 CURVE_POINTS = 60
-FLAGS = {"true": True, "false": False}
 
 
-def parse_settings(kind: type[Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """Return fields of a dataclass given as ``name=value``, each read by its type.
-
-    Widths are ``256,256``, flags ``true`` or ``false``; ``none`` where a field may be None.
+def parse_settings(kind: type[Settings], assignments: Sequence[str]) -> dict[str, Any]:
+    """Return settings given as ``name=value``; widths are ``256,256``, flags ``true`` or ``false``.
 
     Raises:
-        ConfigError: A setting is unknown, or its value is not of the field's type.
+        ConfigError: A setting is unknown, or has no such value.
     """
-    types = typing.get_type_hints(kind)
-    known = {field.name for field in dataclasses.fields(kind)} - {"algorithm"}
     settings = {}
     for assignment in assignments:
         name, _, text = assignment.partition("=")
-        if name not in known:
+        if name == "algorithm" or name not in kind.kinds():
             raise ConfigError(
-                f"setting {assignment!r}: no {name!r} (expected name=value, of "
-                f"{', '.join(sorted(known))}). Correct the name."
+                f"setting {assignment!r}: no {name!r} (expected name=value of a setting)."
+                f"{nearest(name, kind.kinds())} Correct the name."
             )
-        try:
-            settings[name] = parse_value(types[name], text)
-        except (KeyError, ValueError) as error:
-            raise ConfigError(
-                f"{name}: {text!r} (expected {_type_name(types[name])}). Correct the value."
-            ) from error
+        value: Any = text
+        with contextlib.suppress(SyntaxError, ValueError):  # a word
+            value = ast.literal_eval(text.title())
+        settings[name] = kind.kinds()[name].check(name, value, "Correct the value.")
     return settings
-
-
-def parse_value(kind: Any, text: str) -> Any:
-    """Return a value of a settings field's type; `Settings` itself checks its range."""
-    if NoneType in typing.get_args(kind) and text.lower() == "none":
-        return None
-    if typing.get_origin(kind) is typing.Literal:
-        return text
-    if typing.get_origin(kind) is tuple:
-        return tuple(int(width) for width in text.split(",") if width)
-    if kind is bool:
-        return FLAGS[text.lower()]
-    scalar = kind if isinstance(kind, type) else typing.get_args(kind)[0]  # or None
-    return scalar(text)
-
-
-def _type_name(kind: Any) -> str:
-    if kind is bool:
-        return "true or false"
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
 
 
 def thin(curve: Sequence[Sequence[float]], points: int = CURVE_POINTS) -> list[list[float]]:

@@ -288,7 +288,9 @@ def command(group: Group) -> str:
 
 def as_text(value: Any) -> str:
     """Return a setting's value as `learn` reads it."""
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+    if isinstance(value, list):
+        return str(tuple(value)).replace(" ", "").strip("()") or "()"
+    return str(value).lower()
 
 
 def worst(group: Group, level: float) -> float:
