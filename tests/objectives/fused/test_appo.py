@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
+from tests.support.altered import altered, hook, subclassed
 from tests.support.appo import ACT, OBS, fused, make_loss, make_pool
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.errors import ConfigError, LayoutShapeError
@@ -190,122 +192,71 @@ class _StateDependent(nn.Module):
         return observation[..., :ACT], observation[..., :ACT].exp()
 
 
-def _replaced(**parts) -> APPOLoss:
-    """A supported loss but for one part."""
-    loss = make_loss()
-    head, critic = loss.actor_network[0], loss.critic_network
-    head.net = parts.get("actor_net", head.net)
-    critic.net = parts.get("critic_net", critic.net)
-    critic.normalizer = parts.get("critic_normalizer", critic.normalizer)
-    return APPOLoss(parts.get("actor", loss.actor_network), parts.get("critic", critic)).double()
+def _of_torchrl(loss: APPOLoss) -> None:
+    """Give a loss TorchRL's own actor, of the same head."""
+    keys = {"in_keys": ["loc", "scale"], "distribution_class": IndependentNormal}
+    head = loss.actor_network[0]
+    altered(loss, actor_network=ProbabilisticActor(head, **keys, return_log_prob=True))
 
 
-def _state_dependent() -> APPOLoss:
+def _state_dependent(loss: APPOLoss) -> None:
     head = TensorDictModule(_StateDependent(), in_keys=["observation"], out_keys=["loc", "scale"])
-    return _replaced(actor=GaussianActor(head))
+    altered(loss, actor_network=GaussianActor(head))
 
 
-def _other_actor() -> APPOLoss:
-    actor = ProbabilisticActor(
-        make_loss().actor_network[0],
-        in_keys=["loc", "scale"],
-        distribution_class=IndependentNormal,
-        return_log_prob=True,
-    )
-    return _replaced(actor=actor)
-
-
-def _mixed_dtypes() -> APPOLoss:
-    loss = _replaced()
-    loss.critic_network.float()
-    return loss
-
-
-def _shared_trunk() -> APPOLoss:
-    loss = _replaced()
-    loss.critic_network.net[0] = loss.actor_network[0].net[0]
-    return loss
-
-
-def _frozen() -> APPOLoss:
-    loss = _replaced()
-    loss.actor_network[0].log_std.requires_grad_(False)
-    return loss
-
-
-def _computed(compute: Callable[[nn.Module], object]) -> APPOLoss:
-    """A loss of whose critic's first layer a hook computes something."""
-    loss = _replaced()
-    compute(loss.critic_network.net[0])
-    return loss
-
-
-def _hooked(hook: Callable[[APPOLoss], object]) -> APPOLoss:
-    loss = _replaced()
-    hook(loss)
-    return loss
-
-
-def _twice(part: str | None) -> APPOLoss:
-    """A loss of whose critic a hidden layer, or one tensor of it, comes twice."""
-    net = make_critic(OBS, hidden=(8, 8, 8)).net
-    if part is None:
-        net[4] = net[2]
-    else:
-        setattr(net[4], part, getattr(net[2], part))
-    return _replaced(critic_net=net)
-
-
-class _Subclass(APPOLoss):
-    pass
-
-
-UNSUPPORTED = {
-    "relu": lambda: _replaced(
-        critic_net=nn.Sequential(nn.Linear(OBS, 4), nn.ReLU(), nn.Linear(4, 1))
+UNSUPPORTED: dict[str, Callable[[Any], object]] = {
+    "relu": lambda loss: altered(
+        loss.critic_network, net=nn.Sequential(nn.Linear(OBS, 4), nn.ReLU(), nn.Linear(4, 1))
     ),
-    "no bias": lambda: _replaced(actor_net=nn.Sequential(nn.Linear(OBS, ACT, bias=False))),
-    "ends in tanh": lambda: _replaced(actor_net=nn.Sequential(nn.Linear(OBS, ACT), nn.Tanh())),
-    "not sequential": lambda: _replaced(actor_net=nn.Linear(OBS, ACT)),
-    "two values": lambda: _replaced(critic_net=nn.Sequential(nn.Linear(OBS, 2))),
-    "unknown normaliser": lambda: _replaced(critic_normalizer=nn.LayerNorm(OBS)),
+    "no bias": lambda loss: altered(
+        loss.actor_network[0], net=nn.Sequential(nn.Linear(OBS, ACT, bias=False))
+    ),
+    "ends in tanh": lambda loss: altered(
+        loss.actor_network[0], net=nn.Sequential(nn.Linear(OBS, ACT), nn.Tanh())
+    ),
+    "not sequential": lambda loss: altered(loss.actor_network[0], net=nn.Linear(OBS, ACT)),
+    "two values": lambda loss: altered(loss.critic_network, net=nn.Sequential(nn.Linear(OBS, 2))),
+    "unknown normaliser": lambda loss: altered(loss.critic_network, normalizer=nn.LayerNorm(OBS)),
     "state-dependent deviation": _state_dependent,
-    "shared trunk": _shared_trunk,
-    "a layer twice": lambda: _twice(None),
-    "a weight twice": lambda: _twice("weight"),
-    "spectral norm": lambda: _computed(nn.utils.spectral_norm),
-    "mask": lambda: _computed(lambda layer: prune.random_unstructured(layer, "bias", 0.5)),
-    "parametrisation": lambda: _computed(nn.utils.parametrizations.weight_norm),
-    "hook": lambda: _computed(lambda layer: layer.register_forward_hook(lambda *_: None)),
-    "hook before": lambda: _computed(
-        lambda layer: layer.register_forward_pre_hook(lambda *_: None)
+    "shared trunk": lambda loss: loss.critic_network.net.__setitem__(
+        0, loss.actor_network[0].net[0]
     ),
-    "hook of the actor": lambda: _hooked(
-        lambda loss: loss.actor_network.register_forward_hook(lambda *_: None)
+    "a layer twice": lambda loss: loss.critic_network.net.__setitem__(
+        4, loss.critic_network.net[2]
     ),
-    "hook on gradients": lambda: _hooked(
-        lambda loss: loss.critic_network.net.register_full_backward_hook(lambda *_: None)
+    "a weight twice": lambda loss: altered(
+        loss.critic_network.net[4], weight=loss.critic_network.net[2].weight
     ),
-    "hook on a parameter": lambda: _hooked(
-        lambda loss: loss.actor_network[0].log_std.register_hook(torch.zeros_like)
+    "spectral norm": lambda loss: nn.utils.spectral_norm(loss.critic_network.net[0]),
+    "mask": lambda loss: prune.random_unstructured(loss.critic_network.net[0], "bias", 0.5),
+    "parametrisation": lambda loss: nn.utils.parametrizations.weight_norm(
+        loss.critic_network.net[0]
     ),
-    "frozen": _frozen,
-    "mixed dtypes": _mixed_dtypes,
-    "other actor": _other_actor,
-    "other critic": lambda: _replaced(critic=ValueOperator(nn.Linear(OBS, 1))),
-    "subclass": lambda: _Subclass(make_actor(OBS, ACT), make_critic(OBS)),
+    "hook": lambda loss: loss.critic_network.net[0].register_forward_hook(hook),
+    "hook before": lambda loss: loss.critic_network.net[0].register_forward_pre_hook(hook),
+    "hook of the actor": lambda loss: loss.actor_network.register_forward_hook(hook),
+    "hook on gradients": lambda loss: loss.critic_network.net.register_full_backward_hook(hook),
+    "hook on a parameter": lambda loss: loss.actor_network[0].log_std.register_hook(
+        torch.zeros_like
+    ),
+    "frozen": lambda loss: loss.actor_network[0].log_std.requires_grad_(False),
+    "mixed dtypes": lambda loss: loss.critic_network.double(),
+    "other actor": _of_torchrl,
+    "other critic": lambda loss: altered(loss, critic_network=ValueOperator(nn.Linear(OBS, 1))),
+    "subclass": subclassed,
 }
 
 
 def test_a_pool_of_several_dimensions_is_refused_with_what_to_do():
-    loss = _replaced()
+    loss = make_loss()
     with pytest.raises(LayoutShapeError, match=r"\(2, 3\) \(expected one dimension\).*reshape"):
         fused(loss).prepare(TensorDict(batch_size=[2, 3]))
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_other_networks_are_refused(case):
-    loss = UNSUPPORTED[case]()
+    loss = make_loss(hidden=((8,), (8, 8, 8)), dtype=torch.float32)
+    UNSUPPORTED[case](loss)
     assert not FusedAPPOUpdate.supports(loss)
     with pytest.raises(ConfigError, match="APPOStepper"):
         fused(loss)
@@ -323,7 +274,8 @@ def test_networks_without_a_normaliser_share_one_copy_of_the_observations():
 
 @pytest.mark.parametrize("normalizer", [nn.Identity(), ObservationNormalizer(OBS)], ids=str)
 def test_a_critic_may_normalise_in_its_own_way(normalizer):
-    loss = _replaced(critic_normalizer=normalizer)
+    loss = make_loss()
+    loss.critic_network.normalizer = normalizer.double()
     _assert_equals_autograd(loss, make_pool(loss, 7))
 
 
