@@ -77,10 +77,10 @@ class APPOCollector(WorkerCollector):
     """Collects whole rollouts in worker processes, through a ring in shared memory.
 
     Each worker steps its environment and writes rollouts into slots of the ring; iterating yields
-    them one by one, oldest first, as ``TensorDict`` [*env batch, T] with TorchRL's keys, the true
-    next observations under ``next``, ``("next", "policy_version")`` and
-    ``("collector", "traj_ids")``. Publishing weights never waits, and workers wait for the learner
-    only if no slot is free.
+    them one by one, oldest first, as ``TensorDict`` [*env batch, T], the last dimension named
+    ``"time"``, with TorchRL's keys, the true next observations under ``next``,
+    ``("next", "policy_version")`` and ``("collector", "traj_ids")``. Publishing weights never
+    waits, and workers wait for the learner only if no slot is free.
 
     Workers run ahead as long as there are free slots (``overflow="block"``) or always
     (``"overwrite"``: the oldest unread rollout is dropped and counted). With `lockstep` a worker
@@ -185,7 +185,7 @@ class APPOCollector(WorkerCollector):
             self._release_lent()
             rollout = self._restored.pop(0) if self._restored else self._next()
             self._frames += rollout.numel()
-            yield rollout
+            yield rollout.refine_names(..., "time")  # as TorchRL's do: transforms look for it
         self._release_lent()
         if not self.lockstep:
             self._open_team().run_ahead(False)
