@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.data import Unbounded
 from torchrl.envs import TensorDictPrimer, TransformedEnv
 from torchrl.envs.utils import ExplorationType
@@ -14,7 +16,7 @@ from tests.support.acting import StillEnv, make_policy
 from tests.support.collecting import CountingEnv, actor
 from tests.support.processes import live_children
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
-from torchrl_unilab.collectors.arguments import find_device, resolve_policy
+from torchrl_unilab.collectors.arguments import WorkerSettings, find_device, resolve_policy
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WorkerError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -47,6 +49,15 @@ def test_what_ray_collectors_hand_on_changes_nothing():
     assert (collected(**FROM_RAY) == collected()).all()
 
 
+@pytest.mark.parametrize("stock", [Collector, MultiSyncCollector])
+def test_the_default_of_each_argument_of_torchrls_collectors_changes_nothing(stock):
+    given = inspect.signature(stock.__init__).parameters.values()
+    defaults = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
+    for other in (*WorkerSettings.__annotations__, "frames_per_batch", "track_policy_version"):
+        defaults.pop(other, None)
+    assert (collected(**defaults) == collected()).all()
+
+
 @pytest.mark.parametrize("cpu", ["cpu", torch.device("cpu")])
 def test_the_processor_may_be_named_as_the_place_of_all_that_is_collected(cpu):
     places = dict.fromkeys(("device", "storing_device", "env_device", "policy_device"), cpu)
@@ -76,6 +87,8 @@ def test_a_scheme_is_disconnected_when_its_collector_is_shut_down(monkeypatch):
         ("weight_recv_schemes", {}),
         ("split_trajs", True),
         ("reset_at_each_iter", True),
+        ("set_truncated", True),
+        ("num_workers", 2),
         ("storing_device", "cuda"),
         ("compile_policy", True),
         ("replay_buffer", object()),

@@ -42,23 +42,52 @@ class WorkerSettings(TypedDict, total=False):
 
 
 _LEAVE_OUT = "Leave it out: these collectors do without"
+_SPLIT = "Take torchrl.collectors.utils.split_trajectories"
+_HOOK = "Take what is yielded, or record a trace"
 STOCK_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "max_frames_per_traj": ((None, 0, -1), "Append a StepCounter(max_steps) to the environment"),
     "init_random_frames": ((None, 0, -1), "Use a ReplayCollector, which has it"),
     "reset_at_each_iter": ((False,), _LEAVE_OUT),
-    "split_trajs": ((None, False), "Take torchrl.collectors.utils.split_trajectories"),
+    "reset_when_done": ((True,), _LEAVE_OUT),
+    "set_truncated": ((False,), "Set it in what is yielded"),
+    "split_trajs": ((None, False), _SPLIT),
+    "trajs_per_batch": ((None,), _SPLIT),
+    "trajs_per_write": ((None,), _SPLIT),
+    "traj_format": ((None,), _SPLIT),
+    "track_traj_ids": ((True,), "Leave it out: batches always have them"),
+    "cat_results": ((None,), "Stack what is yielded: one rollout of one worker at a time"),
+    "preemptive_threshold": ((None, 1.0), _LEAVE_OUT),
+    "return_same_td": ((False,), _LEAVE_OUT),
+    "use_buffers": ((None, False), _LEAVE_OUT),
+    "compact_obs": ((False,), _LEAVE_OUT),
     "postproc": ((None,), "Call it with what is yielded"),
+    "pre_collect_hook": ((None,), _HOOK),
+    "post_collect_hook": ((None,), _HOOK),
     "replay_buffer": ((None,), "Extend it by what is yielded, or use a ReplayCollector"),
+    "extend_buffer": ((True, False), ""),
     "compile_policy": ((None, False), "Give torch.compile(policy)"),
+    "cudagraph_policy": ((None, False), _LEAVE_OUT),
     "track_policy_version": ((None, True), "Leave it out: batches always have it"),
     "device": ((None, "cpu"), _LEAVE_OUT),
     "storing_device": ((None, "cpu"), _LEAVE_OUT),
     "env_device": ((None, "cpu"), _LEAVE_OUT),
     "trust_policy": ((None, False, True), ""),
+    "auto_register_policy_transforms": ((None, False), "Append them to the environment"),
+    "create_env_kwargs": ((None, {}), "Give functools.partial(create_env, ...)"),
+    "init_fn": ((None,), "Call it in the function that makes the environment"),
+    "interruptor": ((None,), _LEAVE_OUT),
+    "collector_class": ((None,), _LEAVE_OUT),
+    "num_workers": ((None,), "Use num_collectors"),
+    "num_sub_threads": ((None, 1), "Use num_threads"),
+    "backend": ((None,), "Use num_collectors, or inline=True"),
+    "backend_options": ((None,), _LEAVE_OUT),
+    "sync": ((None, False), "Use lockstep=True"),
+    "update_at_each_batch": ((False,), "Call update_policy_weights_() where you learn"),
+    "weight_updater": ((None,), "Use weight_sync_schemes"),
     "weight_recv_schemes": ((None,), "Use RayCollector, or TorchRL's MultiSyncCollector here"),
     "no_cuda_sync": ((None, False, True), ""),
 }
-"""Arguments that TorchRL's distributed collectors pass on: accepted values, and remedies."""
+"""Arguments of TorchRL's collectors: accepted values, and remedies."""
 
 
 def check_settings(
