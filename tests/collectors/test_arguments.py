@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -133,6 +134,15 @@ def test_a_function_may_hold_a_transform_for_its_environment():
     with APPOCollector(make_env, make_policy(), frames_per_batch=FRAMES, num_collectors=2) as one:
         assert next(iter(one))["state"].shape == (2, 16, 3)
     assert primer.parent is None
+
+
+@pytest.mark.parametrize("what", ["policy", "create_env_fn"])
+def test_what_cannot_be_sent_to_a_worker_is_refused_by_name(what):
+    policy, lock = make_policy(), threading.Lock()
+    policy.lock = lock if what == "policy" else None
+    make_env = partial(lambda _: CountingEnv(), None if what == "policy" else lock)
+    with pytest.raises(ConfigError, match=rf"^{what}.*: cannot pickle '_thread.lock' object"):
+        APPOCollector(make_env, policy, frames_per_batch=FRAMES)
 
 
 def test_an_argument_that_no_collector_has_is_a_type_error():

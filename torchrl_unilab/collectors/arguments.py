@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -244,12 +245,24 @@ def env_factories(
     return factories
 
 
+def pack(what: str, value: Any) -> bytes:
+    """Pickle by value what workers get; a ConfigError, with the cause, if that is impossible."""
+    try:
+        packed: bytes = cloudpickle.dumps(value)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise ConfigError(
+            f"{what}: {error} (expected what can be pickled, for the workers). Leave that out; "
+            "compile a policy by torch.compile(policy), not by policy.compile()."
+        ) from error
+    return packed
+
+
 def pack_factory(create_env: CreateEnv) -> bytes | EnvCreator:
     """Pickle a factory by value, for a worker; or return it, as an `EnvCreator` shares memory.
 
     What that shares among workers can only be pickled while a process is spawned.
     """
-    return create_env if isinstance(create_env, EnvCreator) else cloudpickle.dumps(create_env)
+    return create_env if isinstance(create_env, EnvCreator) else pack("create_env_fn", create_env)
 
 
 def unpack_factory(packed: bytes | EnvCreator) -> CreateEnv:

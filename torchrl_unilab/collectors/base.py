@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-import cloudpickle
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -34,6 +33,7 @@ from torchrl_unilab.collectors.arguments import (
     exploration_of,
     find_device,
     metric_names,
+    pack,
     pack_factory,
     policy_scheme,
     refuse_hook,
@@ -186,7 +186,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
                 "device": self.policy_device[0],
                 "measure": self._measure,
             }
-            payload = cloudpickle.dumps((on_host(self.policy), explore, rollouts))
+            payload = pack("policy, explore or measure", (on_host(self.policy), explore, rollouts))
             scheme = copy.copy(self.scheme) if self._inline else self.scheme
             setup = WorkerSetup(payload, env.batch_size, scheme, sink, metrics, trace.settings())
             workers = self._start_workers(setup)
