@@ -105,7 +105,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
     mount = root / "sys/fs/cgroup"
     for line in own.read_text().splitlines() if own.is_file() else ():
         number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
+        if number == "0":
             version, first = 2, mount
         elif controller in controllers.split(","):
             version, first = 1, mount / controller

@@ -50,7 +50,7 @@ def test_leaves_of_a_dictionary_whose_keys_have_dots_are_weights():
     weights = ModuleWeights(net)
     assert weights.names == ["params.0.weight", "params.a.b"]
     weights.make_private()
-    assert [t.tolist() for t in weights.tensors(net)] == [[1.0, 1.0], [1.0]]
+    assert [t.tolist() for t in weights.tensors()] == [[1.0, 1.0], [1.0]]
 
 
 def test_a_buffer_whose_items_share_one_place_gets_memory_for_each():
@@ -65,13 +65,13 @@ def test_a_module_is_to_be_looked_up_anew_once_a_tensor_came_or_went():
     net = nn.Linear(2, 1)
     net.register_buffer("mean", None)
     weights = ModuleWeights(net)
-    assert len(weights.tensors(net)) == 2
+    assert len(weights.tensors()) == 2
     net.mean = torch.ones(2)
-    assert weights.tensors(net) is None
+    assert weights.tensors() is None
     weights = ModuleWeights(net)
-    assert len(weights.tensors(net)) == 3
+    assert len(weights.tensors()) == 3
     net.mean = None
-    assert weights.tensors(net) is None
+    assert weights.tensors() is None
 
 
 @pytest.mark.parametrize("add", [nn.Module.register_buffer, nn.Module.register_parameter])
@@ -81,7 +81,7 @@ def test_a_module_is_to_be_looked_up_anew_once_it_has_another_name(add):
 
     add(net, "scale", nn.Parameter(torch.ones(1)))
 
-    assert weights.tensors(net) is None
+    assert weights.tensors() is None
 
 
 def test_a_layer_in_two_places_has_weights_under_both_names_detached():

@@ -67,8 +67,7 @@ class PerEnvNoise(TensorDictModuleBase):
         self.in_keys = ["action"] if init_key is None else ["action", init_key]
         self.init_key = init_key
         self.std_min, self.std_max = std_min, std_max
-        dtype = torch.get_default_dtype()
-        low_bound, high_bound = (torch.as_tensor(bound, dtype=dtype) for bound in (low, high))
+        low_bound, high_bound = torch.as_tensor(low), torch.as_tensor(high)
         # In a tuple, where `nn.Module` does not look for tensors: nothing here is published.
         self._bounds = low_bound, high_bound
         self._generator = generator
@@ -81,8 +80,8 @@ class PerEnvNoise(TensorDictModuleBase):
             )
 
     def snapshot(self) -> torch.Tensor | None:
-        """Return a copy of `std`, for a checkpoint of a worker."""
-        return None if self.std is None else self.std.clone()
+        """Return `std`, for a checkpoint of a worker."""
+        return self.std
 
     def restore(self, snapshot: torch.Tensor | None) -> None:
         """Continue with the deviations that `snapshot` returned; None: draw anew."""
@@ -115,7 +114,7 @@ class PerEnvNoise(TensorDictModuleBase):
             known = None  # those were other environments
         if known is not None and first is None:
             return known
-        drawn = torch.empty_like(like, memory_format=torch.contiguous_format)
+        drawn = torch.empty_like(like)
         drawn.uniform_(self.std_min, self.std_max, generator=self._generator)
         self.std = drawn if known is None or first is None else torch.where(first, drawn, known)
         return self.std

@@ -65,7 +65,7 @@ class DiagonalNormal(torch.distributions.Independent):  # type: ignore[type-arg]
 
     def __init__(self, loc: torch.Tensor, scale: torch.Tensor) -> None:
         normal = torch.distributions.Normal(loc, scale, validate_args=False)
-        super().__init__(normal, 1, validate_args=False)
+        super().__init__(normal, 1)
 
     def log_prob(self, value: torch.Tensor) -> torch.Tensor:
         """Return the log probability, [...]; that of no values, too, which torch cannot shape."""

@@ -98,16 +98,15 @@ class ModuleWeights:
         self._children = [modules for modules in children if modules]
         self._submodules = list(chain.from_iterable(map(dict.values, self._children)))
 
-    def tensors(self, module: nn.Module) -> list[torch.Tensor] | None:
+    def tensors(self) -> list[torch.Tensor] | None:
         """Return parameters and buffers as they are now, in the order of `names`.
 
-        None if `module` is another one, or its submodules or names have changed. Called in each
-        publish and pull, and therefore short.
+        None if submodules or names have changed. Called in each publish and pull, and therefore
+        short.
         """
         children = chain.from_iterable(map(dict.values, self._children))
         if (
-            self.module is not module
-            or any(self._empty)
+            any(self._empty)
             or list(chain.from_iterable(self._filled)) != self._all_names
             or not all(map(is_, children, self._submodules))
         ):

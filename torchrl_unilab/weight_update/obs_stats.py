@@ -101,5 +101,5 @@ def _initial(size: int | tuple[int, ...]) -> dict[str, torch.Tensor]:
     shape = size if isinstance(size, tuple) else (size,)
     checked = [as_integer("size of observations", n, "Give their shape.") for n in shape]
     # Expanded, they take no memory, which may not be there.
-    mean, std = torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")
-    return {"mean": mean.expand(checked), "std": std.expand(checked)}
+    zeros = torch.zeros((), dtype=torch.float32, device="cpu").expand(checked)
+    return {"mean": zeros, "std": zeros}

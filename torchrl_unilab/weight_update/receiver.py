@@ -8,7 +8,6 @@ that the user sets on the collector are left free, and replacing them disconnect
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,11 +63,11 @@ class WeightReceiver:
             return False
         with span("pull"):
             version = self._cell.read(self._snapshot)
-            targets = weights.tensors(model)
+            targets = weights.tensors()
             # A layer was replaced, or a tensor's memory, which may be of another shape or dtype.
             if targets is None or [*map(_address, targets)] != self._addresses:
                 weights = self._bind(model)
-                targets = weights.tensors(model) or []
+                targets = weights.tensors() or []
             values: Mapping[str, torch.Tensor] = self._snapshot.tensors
             if self._tied:
                 self._check_tied(values)
@@ -92,7 +91,7 @@ class WeightReceiver:
         self._cell.layout.select(parameters | self._extra, remedy=remedy)
         if self._private:
             weights.make_private()
-        targets = weights.tensors(model) or []
+        targets = weights.tensors() or []
         self._addresses = [*map(_address, targets)]
         first: dict[Any, str] = {}  # name of each tensor; it may have others
         memory = [(_address(tensor), tensor.shape, tensor.stride()) for tensor in targets]
@@ -226,7 +225,6 @@ class _PullsWeights(Collector):
         return super().get_distant_attr(attr)
 
 
-@functools.cache
 def _pulling_class(cls: Any) -> type[_PullsWeights]:
     return type(f"Pulling{cls.__name__}", (_PullsWeights, cls), {"__doc__": cls.__doc__})
 

@@ -176,12 +176,12 @@ class UniLabShmTransport(Owner):
         cells = self.unique_cells if worker_ids is None else self.select(worker_ids)
         if isinstance(weights, nn.Module):
             known = self._known.get(id(weights))
-            tensors = None if known is None else known.tensors(weights)
+            tensors = None if known is None else known.tensors()
             if known is None or tensors is None:
                 if len(self._known) == 2:
                     self._known.clear()
                 known = self._known[id(weights)] = ModuleWeights(weights)
-                tensors = known.tensors(weights) or []
+                tensors = known.tensors() or []
             keys = known.keys
             if known.is_stateful:  # the order of its keys may have changed
                 extra = known.extra_state()
@@ -232,7 +232,6 @@ class UniLabShmTransport(Owner):
         device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
         if device is None:
             return tensors
-        cell.layout.check(tensors)
         if device.type == "meta":
             raise ConfigError("weights: on the meta device (expected values). Initialise them.")
         key = cell, device, threading.get_ident()  # a thread's host copy stays until it publishes

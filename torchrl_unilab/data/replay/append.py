@@ -172,7 +172,7 @@ class RowAppender:
             piece = slice(start, start + size)
 
             def prepare(shard: int, head: int, piece: slice = piece) -> None:  # this round's piece
-                if at is not None and not piece.start and head % rows.shard_rows != at:
+                if at is not None and head % rows.shard_rows != at:
                     raise UsageError(
                         f"cannot append rows at position {at}: the next one is "
                         f"{head % rows.shard_rows} (expected that). Another writer came in "

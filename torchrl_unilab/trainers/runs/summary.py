@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,6 @@ from torchrl_unilab.trainers.runs.directory import write_whole
 _FILE = "summary.json"
 
 
-@functools.cache
 def package_versions() -> dict[str, str]:
     """Return the versions of what a run's figures depend on."""
     names = ("torchrl-unilab", "torchrl", "tensordict", "torch", "mujoco", "gymnasium")

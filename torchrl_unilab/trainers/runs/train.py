@@ -376,7 +376,7 @@ class Run:
             "threads": dataclasses.asdict(self.threads),
             "curve": returns.curve,
             "evaluations": self.evaluation.evaluations if self.evaluation else [],
-            "versions": {**package_versions()},
+            "versions": package_versions(),
         }
         if not self.is_rank_zero:
             return summary
