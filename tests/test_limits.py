@@ -167,3 +167,11 @@ def test_a_launchers_variable_that_is_no_integer_is_refused_by_its_name(value, m
     monkeypatch.setenv("RANK", value)
     with pytest.raises(ConfigError, match=rf"RANK is {value!r} \(expected an integer, from torch"):
         launcher_env("RANK", 0)
+
+
+@pytest.mark.parametrize(("count", "cores"), [(4, 4), (None, 1)])
+def test_a_system_without_affinity_has_the_cores_that_it_counts(count, cores, monkeypatch):
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr("psutil.cpu_count", lambda: count)
+    monkeypatch.setattr("torchrl_unilab.limits.cgroup_cores", lambda: None)
+    assert available_cores() == cores

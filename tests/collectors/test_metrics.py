@@ -85,8 +85,31 @@ def test_a_log_that_was_saved_knows_which_first_episodes_are_open():
     assert log.last[: log.episodes].tolist() == [[1.0, 1.0, 0.0]]
 
 
+def test_what_happens_after_a_log_was_saved_is_not_in_what_was_saved():
+    saved, log = EpisodeLog(1), EpisodeLog(1)
+    no, step = np.zeros((1, 1), dtype=bool), np.ones((1, 1))
+    saved.add(step, no, no)
+    state = saved.state_dict()
+    saved.add(step, no, no)
+    log.load_state_dict(state)
+    log.add(step, ~no, no)
+    assert log.last[: log.episodes].tolist() == [[2.0, 2.0, 0.0]]
+
+
+def test_returns_are_summed_in_more_digits_than_rewards_have():
+    rewards = np.full((1, 3), 1.0, dtype=np.float32)
+    rewards[0, 0] = 2**24
+    no, ends = np.zeros((1, 3), dtype=bool), np.array([[False, False, True]])
+    log = EpisodeLog(1)
+    log.add(rewards, ends, no)  # ends in the rollout
+    log.add(rewards, no, no)
+    log.add(rewards, ends, no)  # in the one after
+    assert log.last[: log.episodes, 0].tolist() == [2**24 + 2, 2 * (2**24 + 2)]
+
+
 def test_a_reset_forgets_the_returns_and_lengths_of_episodes_that_have_not_ended():
     log = EpisodeLog(1)
+    log.restart(staggered=True)
     no, ends = np.zeros((1, 2), dtype=bool), np.array([[False, True]])
     log.add(np.full((1, 2), 5.0), no, no)
     log.restart()

@@ -76,11 +76,19 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 def test_settings_of_another_algorithm_are_refused():
     with pytest.raises(ConfigError, match=r"algo: 'appo' \(expected 'sac'\)"):
         split_settings(run_settings(RUN, CONFIGS[0]), "sac")
+    with pytest.raises(ConfigError, match=r"algo: None \(expected 'sac'\)"):
+        split_settings({}, "sac")
 
 
 def test_an_unknown_setting_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"epoch: unknown .*Did you mean epochs\?"):
-        split_settings({"algo": "appo", "epoch": 3}, "appo")
+    for name in ("epoch", "frame"):
+        with pytest.raises(ConfigError, match=rf"{name}: unknown .*Did you mean {name}s\?"):
+            split_settings({"algo": "appo", name: 3}, "appo")
+
+
+def test_the_algorithm_has_one_name():
+    with pytest.raises(ConfigError, match="algorithm: unknown"):
+        split_settings({"algo": "td3", "algorithm": "sac"}, "td3")
 
 
 def test_an_unknown_setting_like_no_other_names_none():

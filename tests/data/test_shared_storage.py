@@ -19,6 +19,7 @@ from torchrl.data import (
     Unbounded,
 )
 from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
+from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter
 
 from tests.support.interrupts import Bytecodes
 from tests.support.processes import shared_mappings, spawned
@@ -36,6 +37,7 @@ from torchrl_unilab.shm.rows import SharedRows
 
 KINDS = {PackedReplayStorage: PackedReplayWriter, RolloutRingStorage: RolloutRingWriter}
 BOTH = pytest.mark.parametrize("cls", list(KINDS))
+FIRST = torch.tensor([0])
 
 
 def filled(cls: type[SharedStorage], items: int = 2) -> SharedStorage:
@@ -96,6 +98,7 @@ def test_length_is_what_is_there_whatever_a_stock_writer_says(cls):
         storage._len = 1
         assert (len(storage), storage._len, storage.shape) == (3, 3, (3,))
         assert [i in storage for i in (-4, -3, 2, 3)] == [False, True, True, False]
+        assert [storage.contains(np.int64(i)) for i in (-4, -3)] == [False, True]
         there = storage.contains(torch.tensor([-4, -3, 2, 3]))
         assert there.tolist() == [False, True, True, False]
 
@@ -205,6 +208,15 @@ def test_a_storage_closed_while_the_interpreter_ends_is_left_to_the_kernel(cls, 
 
 
 @BOTH
+def test_updates_of_what_may_have_been_replaced_are_refused(cls):
+    with filled(cls) as storage:
+        writer = TensorDictRoundRobinWriter(track_generations=True)
+        buffer = ReplayBuffer(storage=storage, writer=writer)
+        with pytest.raises(RuntimeError, match=f"not supported by {cls.__name__}"):
+            buffer.update_if_present(index=FIRST, generation=FIRST, patch={})
+
+
+@BOTH
 def test_a_writer_has_nothing_to_save(cls, tmp_path):
     writer = KINDS[cls]()
     writer.dumps(tmp_path / "writer")
@@ -221,6 +233,7 @@ def test_what_an_interrupt_kept_from_closing_is_closed_by_the_next_call(cls):
         if not Bytecodes(nth, filter(None, modules)).interrupts(storage.close):
             assert nth > 3, "the call was not traced"
             return
+        assert storage.closed or len(storage) == 2, nth
 
         storage.close()
 

@@ -320,7 +320,7 @@ def test_collectors_that_do_not_follow_the_mailbox_are_named(scheme, monkeypatch
 
 
 def test_a_node_of_another_policy_is_refused(scheme):
-    with pytest.raises(LayoutKeyError):
+    with pytest.raises(LayoutKeyError, match="Give tensors like"):  # before it has workers
         make_collector(scheme.node(), make_actor(11, 3, hidden=(8,)), inline=True)
 
 

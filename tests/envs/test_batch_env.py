@@ -208,7 +208,7 @@ def test_a_set_state_is_the_state_and_starts_an_episode() -> None:
         root = step(env, root, i)
     before = env.get_state()
     new_qpos, new_qvel = given = np.random.default_rng(0).uniform(0.0, 0.1, (2, 2, 6))
-    root = env.set_state(new_qpos, new_qvel, ids=[3, 1])
+    root = env.set_state(new_qpos, new_qvel, ids=np.array([3, 1], dtype=np.uint8))
     for now, new, old in zip(env.get_state(), given, before, strict=True):
         np.testing.assert_array_equal(now[[3, 1]], new)
         np.testing.assert_array_equal(now[::2], old[::2])

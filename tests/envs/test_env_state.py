@@ -143,6 +143,10 @@ def test_staggered_first_episodes_end_apart_and_all_later_ones_are_whole():
     assert all(0 <= first < 20 for first, *_ in found)
     assert len({first for first, *_ in found}) == N
     assert all(set(np.diff(steps)) == {20} for steps in found)
+    shortest = {"num_envs": 16, "max_episode_steps": 2, "stagger": True}
+    env = MujocoBatchEnv("HalfCheetah-v5", num_threads=1, seed=0, **shortest)
+    assert {first for first, *_ in ends(env, 4)} == {0, 1}
+    env.close()
 
 
 def test_each_seed_staggers_anew():
@@ -186,6 +190,7 @@ FLAGS = "terminations of Mine are"
         ("terminated", lambda one: one[:, None], rf"{FLAGS} \w+ of shape \(3, 1\)"),
         ("terminated", lambda one: one[:1], rf"{FLAGS} \w+ of shape \(1,\)"),
         ("terminated", lambda one: one * 1.0, rf"{FLAGS} .*of float64 \(expected"),
+        ("terminated", lambda one: one.astype(np.int8), rf"{FLAGS} .*of int8 \(expected"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
@@ -249,7 +254,9 @@ def test_commands_that_are_none_are_refused_by_the_tasks_name(drawn):
         env.reset()
 
 
-@pytest.mark.parametrize("key", ["reward", "done", "action"])
+@pytest.mark.parametrize(
+    "key", ["action", "done", "next", "pixels", "reward", "reward_terms", "terminated", "truncated"]
+)
 def test_observations_by_the_name_of_something_else_are_refused(key):
     class Named(InvertedPendulum):
         def observations(self, fields):
@@ -350,6 +357,7 @@ class Started(InvertedPendulum):
         (lambda qpos: qpos * np.nan, r"qpos has shape \(3, 2\) and 6 non-finite values"),
         (lambda qpos: qpos[:1], r"qpos has shape \(3, 1\) and 0 non-finite"),
         (lambda _: "pose", "qpos is no array, could not convert"),
+        (lambda _: torch.ones(2, requires_grad=True), "qpos is no array, Can't call numpy"),
         (lambda qpos: qpos, r"no pair \(expected pos"),  # without velocities
     ],
 )
@@ -391,6 +399,10 @@ def test_reward_terms_are_there_after_a_snapshot_that_has_none():
     other.restore(one.snapshot())
     names = set(other.observation_spec["reward_terms"].keys())
     assert set(other.reset()["reward_terms"].keys()) == names
+    third = make("Hopper-v5", 9)
+    play(third, 2)
+    third.restore(one.snapshot())
+    assert third.snapshot()["reward_terms"] == {}
 
 
 def test_a_reset_takes_a_seed():

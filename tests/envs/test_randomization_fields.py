@@ -13,6 +13,36 @@ from tests.support.randomized import FRICTION, GAIN, MASS, MODEL, N, make
 from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
 from torchrl_unilab.errors import ConfigError
 
+TWO_OF_EACH = """
+<mujoco>
+  <asset>
+    <material name="mat1" specular="0.5"/> <material name="mat2" specular="0.5"/>
+  </asset>
+  <worldbody>
+    <light name="light1" cutoff="40"/> <light name="light2" cutoff="40"/>
+    <camera name="cam1" fovy="40"/> <camera name="cam2" fovy="40"/>
+    <site name="site1" size=".1"/> <site name="site2" size=".1"/>
+    <body name="body1"><joint name="jnt1" damping="1"/><geom name="geom1" size=".1"/></body>
+    <body name="body2"><joint name="jnt2" damping="1"/><geom name="geom2" size=".1"/></body>
+  </worldbody>
+  <contact>
+    <pair name="pair1" geom1="geom1" geom2="geom2" margin="1"/>
+    <pair name="pair2" geom1="geom1" geom2="geom2" margin="1"/>
+  </contact>
+  <equality>
+    <joint name="eq1" joint1="jnt1" joint2="jnt2"/> <joint name="eq2" joint1="jnt2"/>
+  </equality>
+  <tendon>
+    <fixed name="tendon1" margin="1"><joint joint="jnt1" coef="1"/></fixed>
+    <fixed name="tendon2" margin="1"><joint joint="jnt2" coef="1"/></fixed>
+  </tendon>
+  <actuator><motor name="actuator1" joint="jnt1"/><motor name="actuator2" joint="jnt2"/></actuator>
+  <sensor>
+    <jointpos name="sensor1" joint="jnt1" cutoff="1"/>
+    <jointpos name="sensor2" joint="jnt2" cutoff="1"/>
+  </sensor>
+</mujoco>
+"""
 ONE_OF_EACH = """
 <mujoco><worldbody><body><joint/><geom size=".1" pos=".2 0 0"/></body></worldbody></mujoco>
 """
@@ -22,6 +52,25 @@ def test_fields_of_as_many_objects_of_another_kind_are_refused():
     batch = Batch(mujoco.MjModel.from_xml_string(ONE_OF_EACH), 1, 1)
     with pytest.raises(ConfigError, match="have not the same objects"):
         ModelRandomizer(batch, [Randomize(("jnt_stiffness", "geom_margin"), 0.5, 1.5)], "test")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("actuator_gear[0]", "body_mass", "cam_fovy", "dof_damping", "eq_solref", "geom_friction"),
+        *("jnt_pos", "light_cutoff", "mat_specular", "pair_margin", "sensor_cutoff", "site_size"),
+        "tendon_margin",
+    ],
+)
+def test_objects_of_each_kind_are_chosen_by_name(field: str) -> None:
+    batch = Batch(mujoco.MjModel.from_xml_string(TWO_OF_EACH), 1, 1)
+    kind = {"dof": "jnt"}.get(field.split("_")[0], field.split("_")[0])
+    chosen = Randomize(field, 7.0, 7.0, "set", objects=(f"{kind}2",))
+    randomizer = ModelRandomizer(batch, [chosen], "test")
+    randomizer.seed([np.random.default_rng(0)])
+    *others, second = randomizer.values(field.removesuffix("[0]"))[0]
+    assert np.ravel(second)[0] == 7.0
+    assert not np.isin(7.0, others)
 
 
 def test_a_body_without_mass_keeps_none_and_the_others_are_scaled():

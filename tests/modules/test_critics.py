@@ -10,6 +10,7 @@ from torch import nn
 from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.objectives import SACLoss, SoftUpdate
 
+from torchrl_unilab import limits
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import (
     ObservationNormalizer,
@@ -29,6 +30,8 @@ def test_tanh_networks_have_orthogonal_weights_and_a_scaled_last_layer():
     torch.testing.assert_close(first.weight.mT @ first.weight, 2.0 * torch.eye(4))
     torch.testing.assert_close(last.weight @ last.weight.mT, 1e-4 * torch.eye(2))
     assert not any(layer.bias.any() for layer in (first, last))
+    for net, gain in ((make_critic(4).net, 1.0), (make_actor(4, 1)[0].net, 0.01)):
+        torch.testing.assert_close(net[-1].weight.norm(), torch.tensor(gain))
 
 
 def test_actor_and_critic_normalise_by_the_same_statistics():
@@ -47,7 +50,8 @@ def test_networks_are_relu_layers_with_or_without_normalisation():
     normed = relu_mlp([3, 4, 1], layer_norm=True)
     assert [type(layer) for layer in normed] == [nn.Linear, nn.LayerNorm, nn.ReLU, nn.Linear]
     assert make_sac_actor(3, 2, hidden=(4,), layer_norm=True)[0].net[-1].out_features == 4
-    assert make_td3_actor(3, 2, hidden=(4,), layer_norm=True).net[1].normalized_shape == (4,)
+    for make in (make_td3_actor, make_q_value):
+        assert make(3, 2, hidden=(4,), layer_norm=True).net[1].normalized_shape == (4,)
 
 
 def test_a_critic_judges_observation_and_action_side_by_side():
@@ -58,6 +62,7 @@ def test_a_critic_judges_observation_and_action_side_by_side():
     batch = TensorDict(state=torch.tensor([[1.0, 2.0]]), action=torch.tensor([[3.0]]))
     assert critic(batch)["state_action_value"].tolist() == [[321.5]]
     assert list(critic.in_keys) == ["state", "action"]
+    assert list(make_critic(2, in_key="state").in_keys) == ["state"]
 
 
 @pytest.mark.parametrize("make", [make_critic, partial(make_q_value, action_size=1)])
@@ -121,3 +126,12 @@ def test_a_network_that_fits_no_memory_is_refused(make):
             ConfigError, match=r"network of widths .*: \d+ bytes \(expected at most"
         ):
             make(size, hidden=hidden)
+
+
+def test_the_weights_of_all_layers_must_fit_memory(monkeypatch):
+    nbytes = 4 * (3 * 8 + 8 * 8 + 8 * 1)
+    monkeypatch.setattr(limits, "available_memory", lambda: nbytes)
+    make_critic(3, hidden=(8, 8))
+    monkeypatch.setattr(limits, "available_memory", lambda: nbytes - 1)
+    with pytest.raises(ConfigError, match=f"{nbytes} bytes .expected at most {nbytes - 1}"):
+        make_critic(3, hidden=(8, 8))

@@ -61,9 +61,20 @@ def test_the_strengths_fill_their_range_evenly():
 def test_noisy_actions_stay_within_the_bounds():
     low, high = torch.tensor([-1.0, 0.0]), torch.tensor([0.5, 9.0])
     noise = _noise(low=low, high=high, std_min=5.0, std_max=5.0)
-    action = _step(noise, torch.zeros(500, 2))
+    action = _step(noise, torch.zeros(500, 2, requires_grad=True))
+    assert not action.requires_grad
     assert torch.equal(action.amin(0), low)
     assert torch.equal(action.amax(0), high)
+
+
+def test_all_draws_are_the_generators():
+    action, drawn = torch.zeros(4, 2), []
+    for others in (1, 2):
+        torch.manual_seed(others)
+        noise = _noise()
+        drawn.append((_step(noise, action), noise.std))
+    for one, other in zip(*drawn, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (4,)], ids=str)
@@ -85,11 +96,19 @@ def test_strengths_known_from_before_hold_although_no_episode_starts_with_the_fi
 
 
 @pytest.mark.parametrize("how", [ExplorationType.DETERMINISTIC, ExplorationType.MODE], ids=str)
-def test_without_exploration_actions_pass_unchanged(how):
-    batch = TensorDict(action=torch.randn(4, 2), batch_size=[4])
-    before = batch["action"].clone()
+def test_without_exploration_actions_pass_unchanged_and_episodes_have_strengths_of_their_own(how):
+    batch = TensorDict(action=torch.randn(4, 2), is_init=torch.tensor([[True], [False]] * 2))
+    batch.batch_size = [4]
+    before, noise = batch["action"].clone(), _noise(init_key="is_init")
     with set_exploration_type(how):
-        assert torch.equal(_noise()(batch)["action"], before)
+        assert torch.equal(noise(batch)["action"], before)
+        first = noise.std
+        noise(batch)
+    assert torch.equal(noise.std != first, batch["is_init"])
+
+
+def test_where_no_exploration_type_is_set_there_is_noise():
+    assert _noise()(TensorDict(action=torch.zeros(4, 2), batch_size=[4]))["action"].all()
 
 
 def test_an_action_without_batch_and_several_batch_dimensions_have_noise_too():
@@ -98,6 +117,9 @@ def test_an_action_without_batch_and_several_batch_dimensions_have_noise_too():
     assert noise.std.shape == (1,)
     assert _step(noise, torch.zeros(2, 3, 4)).shape == (2, 3, 4)
     assert noise.std.shape == (2, 3, 1)
+    noise.restore(torch.zeros(2, 3, 1, device="meta"))  # of another device
+    _step(noise, torch.zeros(2, 3, 4))
+    assert noise.std.device.type == "cpu"
 
 
 def test_publishing_weights_changes_the_policy_and_leaves_the_strengths():
@@ -153,6 +175,7 @@ def test_a_missing_mark_of_the_episodes_is_refused():
         {"std_min": -0.1},
         {"std_max": float("inf")},
         {"low": 1.0, "high": 1.0},
+        {"low": torch.tensor([-1.0, 1.0])},
         {"high": float("inf")},
         {"low": torch.tensor([-1.0, -float("inf")])},
     ],

@@ -16,13 +16,22 @@ from torchrl_unilab.modules.gaussian import HALF_LOG_2PI, DiagonalNormal, Gaussi
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_an_observation_may_be_given_by_name(grad):
+def test_an_observation_may_be_given_by_name_or_alone(grad):
     actor, observation = make_actor(3, 2), torch.randn(4, 3)
     with torch.set_grad_enabled(grad), set_exploration_type(ExplorationType.DETERMINISTIC):
         expected = actor(TensorDict(observation=observation, batch_size=[4]))
-        found = actor(observation=observation)
-    for key, value in zip(actor.out_keys, found, strict=True):
-        assert torch.equal(value, expected[key]), key
+        by_name, alone = actor(observation=observation), actor(observation)
+    for key, *found in zip(actor.out_keys, by_name, alone, strict=True):
+        assert all(torch.equal(value, expected[key]) for value in found), key
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_action_is_written_to_the_tensordict_that_is_given_for_it(grad):
+    observation, out = TensorDict(observation=torch.randn(4, 3), batch_size=[4]), TensorDict()
+    with torch.set_grad_enabled(grad):
+        actor = make_actor(3, 2)
+        assert actor(observation, tensordict_out=out) is out
+    assert {*actor.out_keys} <= {*out.keys()}
 
 
 def test_the_scale_may_be_given_by_an_integer():
@@ -30,7 +39,7 @@ def test_the_scale_may_be_given_by_an_integer():
 
 
 def test_the_actor_gives_action_and_log_probability_and_its_mean_without_exploration():
-    actor = make_actor(3, 2, log_std=-1.0)
+    actor = make_actor(3, 2)
     batch = actor(TensorDict(observation=torch.randn(5, 3), batch_size=[5]))
     assert batch["action"].shape == (5, 2)
     assert batch["action_log_prob"].shape == (5,)
@@ -41,13 +50,43 @@ def test_the_actor_gives_action_and_log_probability_and_its_mean_without_explora
 
 
 @pytest.mark.parametrize("make", [make_actor, make_sac_actor])
-def test_where_no_exploration_type_is_set_it_acts_as_torchrls_actor_without_its_distribution(make):
+def test_what_is_written_can_be_changed_and_changes_nothing_else(make):
     actor, observation = make(3, 2), TensorDict(observation=torch.randn(5, 3), batch_size=[5])
-    torchrls = actor(observation.copy())  # with gradients
-    no_distribution = mock.patch.object(actor[-1], "distribution_class", side_effect=AssertionError)
-    with torch.no_grad(), no_distribution:
-        ours = actor(observation.copy())
+    with torch.no_grad():
+        batch = actor(observation)
+        before = batch["loc"].clone()
+        for key in {*actor.out_keys} - {"loc", "scale"}:
+            batch[key].add_(1.0)
+    assert torch.equal(batch["loc"], before)
+
+
+NOISELESS = [None, ExplorationType.DETERMINISTIC, ExplorationType.MEAN, ExplorationType.MODE]
+
+
+@pytest.mark.parametrize("kind", NOISELESS, ids=str)
+@pytest.mark.parametrize("make", [make_actor, make_sac_actor])
+def test_without_exploration_it_acts_as_torchrls_actor_without_its_distribution(make, kind):
+    actor, observation = make(3, 2), TensorDict(observation=torch.randn(5, 3), batch_size=[5])
+    last, made = actor[-1], actor[-1].distribution_class
+    with set_exploration_type(kind):
+        with mock.patch.object(last, "distribution_class", side_effect=made) as torchrls_own:
+            torchrls = actor(observation.copy())  # with gradients
+        assert torchrls_own.called
+        no_distribution = mock.patch.object(last, "distribution_class", side_effect=AssertionError)
+        with torch.no_grad(), no_distribution:
+            ours = actor(observation.copy())
     torch.testing.assert_close(ours, torchrls)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_way_to_act_that_the_distribution_has_not_is_refused_as_torchrl_does(grad):
+    observation = TensorDict(observation=torch.zeros(5, 3), batch_size=[5])
+    with (
+        torch.set_grad_enabled(grad),
+        set_exploration_type(ExplorationType.MEDIAN),
+        pytest.raises(NotImplementedError, match="median is not implemented"),
+    ):
+        make_actor(3, 2)(observation)
 
 
 def test_the_distribution_agrees_with_torchrls():
@@ -55,6 +94,7 @@ def test_the_distribution_agrees_with_torchrls():
     ours, theirs = DiagonalNormal(loc, scale), IndependentNormal(loc, scale, tanh_loc=False)
     torch.testing.assert_close(ours.log_prob(other), theirs.log_prob(other))
     torch.testing.assert_close(ours.entropy(), theirs.entropy())
+    assert torch.equal(ours.deterministic_sample, theirs.deterministic_sample)
     divergence = torch.distributions.kl_divergence(ours, DiagonalNormal(other, scale))
     torch.testing.assert_close(divergence, ((loc - other) / scale).square().sum(-1) / 2)
 
@@ -105,6 +145,8 @@ def test_noise_continues_after_a_snapshot_and_begins_anew_for_other_environments
     assert not torch.equal(following, last)
     torch.testing.assert_close(actor.snapshot(), last)  # the other's draw left it alone
     assert _noise(other, 1, envs=3).shape == (1, 3, 2)
+    other.restore(torch.zeros(64, 2, device="meta"))  # of another device
+    assert _noise(other, 1).std() > 0.5
 
 
 @pytest.mark.parametrize("correlation", [-0.1, 1.0, 1.5, float("nan")])

@@ -27,8 +27,14 @@ def test_moments_do_not_depend_on_how_the_data_was_cut(sizes, seed):
 def test_it_scales_to_zero_mean_and_unit_variance_and_clips():
     normalizer = ObservationNormalizer(1, clip=2.0)
     normalizer.update(torch.tensor([[1.0], [3.0]]))
-    observation = torch.tensor([[1.0], [2.0], [3.0], [100.0]])
-    assert normalizer(observation).flatten().tolist() == pytest.approx([-1.0, 0.0, 1.0, 2.0])
+    observation = torch.tensor([[-100.0], [1.0], [2.0], [3.0], [100.0]])
+    assert normalizer(observation).flatten().tolist() == pytest.approx([-2.0, -1.0, 0.0, 1.0, 2.0])
+    assert ObservationNormalizer(1)(observation).abs().max() == 10.0
+
+
+def test_it_clips_nothing_at_infinity():
+    observation = torch.tensor([[1e30], [-1e30]])
+    assert torch.equal(ObservationNormalizer(1, clip=math.inf)(observation), observation)
 
 
 def test_statistics_are_buffers_and_nothing_learns():
@@ -76,12 +82,14 @@ def test_numbers_that_make_nonsense_of_observations_are_refused(numbers):
         ObservationNormalizer(3, **numbers)
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
-def test_integers_are_normalised_as_numbers_of_the_default_dtype(dtype):
+def test_integers_are_normalised_as_numbers_of_the_default_dtype(dtype, default, monkeypatch):
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: default)
     normalizer = ObservationNormalizer(2)
     observation = torch.tensor([[0, 10], [200, 30]], dtype=dtype)
     normalizer.update(observation)
-    expected = torch.tensor([[-1.0, -1.0], [1.0, 1.0]])
+    expected = torch.tensor([[-1.0, -1.0], [1.0, 1.0]], dtype=default)
     torch.testing.assert_close(normalizer(observation), expected)
 
 
@@ -94,8 +102,13 @@ def test_statistics_of_a_network_of_another_dtype_continue(dtype):
         normalizer.update(batch)
         exact.update(batch)
     assert normalizer.count == 300 * 256
-    assert torch.equal(normalizer.mean, exact.mean)
+    assert torch.equal(normalizer.to(dtype).mean, exact.mean)
     assert network(batch.to(dtype)).dtype == dtype
+
+
+def test_a_normalizer_of_the_meta_device_gets_memory_elsewhere():
+    normalizer = nn.Sequential(ObservationNormalizer(1)).to("meta").to_empty(device="cpu")[0]
+    assert {buffer.device.type for buffer in normalizer.buffers()} == {"cpu"}
 
 
 def test_half_precision_normalises_by_a_variance_beyond_its_range():

@@ -97,7 +97,7 @@ def test_td3_acts_from_bound_to_bound():
         actor.net[0].bias.zero_()
     observation = torch.tensor([[-100.0], [0.0], [100.0]])
     action = actor(TensorDict(observation=observation, batch_size=[3]))["action"]
-    torch.testing.assert_close(action, torch.stack([LOW, (LOW + HIGH) / 2, HIGH]))
+    assert torch.equal(action, torch.stack([LOW, (LOW + HIGH) / 2, HIGH]))
     half = make_td3_actor(1, 1, high=3.0, hidden=())  # low is -1
     with torch.no_grad():
         half.net[0].weight.zero_()
@@ -117,6 +117,7 @@ def test_sac_finds_the_target_entropy_from_the_actor():
         ({"low": torch.tensor([-1.0, 4.0]), "high": HIGH}, "low < high"),
         ({"low": 1.0, "high": 1.0}, "low < high"),
         ({"high": torch.ones(3)}, "or 2 of them"),
+        ({"high": torch.ones(1)}, "or 2 of them"),
         ({"high": float("inf")}, "finite"),
         ({"hidden": (0,)}, "width of a network: 0"),
     ],
@@ -141,7 +142,11 @@ def test_bounds_of_the_scale_must_be_finite_and_in_order(bounds):
         make_sac_actor(3, 2, log_std_bounds=bounds)
 
 
-@pytest.mark.parametrize(("low", "high"), [(2e38, 3e38), (0.0, 4.2e-45), (1.0, 1.0000001)])
+# The last pair is rounded beyond a bound by far more than a digit of its center.
+RIM = [(2e38, 3e38), (0.0, 4.2e-45), (1.0, 1.0000001), (-472.4, 472.5)]
+
+
+@pytest.mark.parametrize(("low", "high"), RIM)
 def test_bounds_at_the_end_of_floating_point_leave_actions_within(low, high):
     actor = make_td3_actor(1, 1, low=low, high=high)
     for action in (actor.center - actor.reach, actor.center + actor.reach):
@@ -172,6 +177,9 @@ def test_a_state_of_other_bounds_is_refused_and_one_of_these_loaded(make):
         actor.load_state_dict(state)
     with pytest.raises(ConfigError, match="Make the actor"):
         actor.load_state_dict(make(3, 3).state_dict())
+    del state[next(key for key in state if key.endswith("reach"))]
+    with pytest.raises(RuntimeError, match=r"Missing key.*reach"):
+        actor.load_state_dict(state)
     pickle.loads(pickle.dumps(actor)).load_state_dict(actor.state_dict())
     make(3, 2).to("meta").load_state_dict(actor.state_dict(), assign=True)  # which has no bounds
 
@@ -198,6 +206,12 @@ def test_a_state_whose_bounds_are_rounded_otherwise_is_loaded():
     actor = make_td3_actor(3, 2, low=LOW, high=HIGH)
     state = actor.state_dict()
     actor.load_state_dict(state | {"reach": state["reach"].nextafter(torch.tensor(9.0))})
+
+
+def test_bounds_have_the_dtype_of_weights(monkeypatch):
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    actor = make_td3_actor(3, 2, low=LOW, high=5.3)
+    assert actor.center.dtype == actor.reach.dtype == torch.float64
 
 
 def test_an_actor_does_not_alias_the_bounds_it_was_given():

@@ -119,7 +119,7 @@ def test_log_probabilities_by_component_are_refused(columns):
 def test_rollouts_end_to_end_are_not_taken_for_one():
     loss = _loss()
     rollout = _rollout(loss)
-    ids = torch.arange(len(rollout))[:, None].expand(rollout.shape)
+    ids = torch.arange(len(rollout)).flip(0)[:, None].expand(rollout.shape)
     loss.estimate(rollout.set(("collector", "traj_ids"), ids))
     with pytest.raises(LayoutShapeError, match=r"where a trajectory that is not done is followed"):
         loss.estimate(rollout.reshape(-1))

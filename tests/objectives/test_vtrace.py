@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -52,14 +53,22 @@ def test_only_an_episode_that_was_cut_short_would_have_earned_more(done, termina
     assert extra.tolist() == [[earned, 0.0]]
 
 
-@given(st.integers(0, 1000), st.floats(0.5, 1.0), st.floats(0.5, 2.0))
-def test_it_equals_torchrls_estimate_without_decay(seed, gamma, rho_bar):
+BOUND = st.floats(0.5, 2.0)
+
+
+@given(
+    st.integers(0, 1000),
+    st.floats(0.5, 1.0),
+    st.fixed_dictionaries({}, optional={"rho_bar": BOUND, "c_bar": BOUND}),
+)
+def test_it_equals_torchrls_estimate_without_decay(seed, gamma, bounds):
     x = _inputs(seed, off_policy=0.5)
-    targets, advantages = vtrace(**x, gamma=gamma, rho_bar=rho_bar)
+    targets, advantages = vtrace(**x, gamma=gamma, **bounds)
     log_rho, *others = (value.unsqueeze(-1) for value in x.values())
     behaviour = torch.zeros_like(log_rho)
+    rho_thresh, c_thresh = (double(bounds.get(name, 1.0)) for name in ("rho_bar", "c_bar"))
     expected_advantages, expected_targets = vtrace_advantage_estimate(
-        double(gamma), log_rho, behaviour, *others, rho_thresh=double(rho_bar)
+        double(gamma), log_rho, behaviour, *others, rho_thresh=rho_thresh, c_thresh=c_thresh
     )
     torch.testing.assert_close(targets, expected_targets.squeeze(-1), **ROUNDING)
     torch.testing.assert_close(advantages, expected_advantages.squeeze(-1), **ROUNDING)
@@ -103,9 +112,14 @@ def test_values_of_another_shape_than_the_flags_are_refused():
         timeout_bootstrap(torch.ones(2, 1), flags, flags, gamma=0.9)
 
 
-def test_rollouts_without_a_step_are_refused():
-    inputs = {name: tensor[:, :0] for name, tensor in _inputs(0, 1.0).items()}
-    with pytest.raises(LayoutShapeError, match=r"shape \(3, 0\) .*with a step"):
+@pytest.mark.parametrize(
+    ("part", "shape"),
+    [(np.s_[:, :0], r"\(3, 0\)"), (np.s_[0, 0], r"\(\)")],
+    ids=["empty", "scalar"],
+)
+def test_rollouts_without_a_step_are_refused(part, shape):
+    inputs = {name: tensor[part] for name, tensor in _inputs(0, 1.0).items()}
+    with pytest.raises(LayoutShapeError, match=rf"shape {shape} .*with a step"):
         vtrace(**inputs, gamma=0.9)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import mmap
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchrl_unilab.runtime.budget import (
@@ -58,7 +58,8 @@ def test_a_run_fits_up_to_the_last_byte():
 
 
 def test_shared_segments_take_whole_pages_each():
-    assert MemoryItem("metrics", "shared", 3 * 100, segments=3).taken == 3 * PAGE
+    for nbytes in (100, PAGE):
+        assert MemoryItem("metrics", "shared", 3 * nbytes, segments=3).taken == 3 * PAGE
     assert MemoryItem("ring", "shared", PAGE + 1).taken == 2 * PAGE
     assert MemoryItem("pool", "private", PAGE + 1).taken == PAGE + 1
 
@@ -105,12 +106,14 @@ def test_a_refusal_names_the_largest_item_and_its_factor_beside_the_others():
 @pytest.mark.parametrize("nbytes", [2 * MIB, 3 * MIB])
 def test_a_refusal_says_where_lowering_the_largest_item_is_not_enough(nbytes):
     items = [MemoryItem(name, "shared", nbytes, ("rows",)) for name in ("replay", "ring")]
-    assert "and the others alone do not fit either: lower rows." in str(
-        MemoryBudget(tuple(items), (MOUNT,)).refusal()
-    )
+    less = MemoryLimit("memory", MIB, ("shared", "private"))
+    refusal = str(MemoryBudget(tuple(items), (MOUNT, less)).refusal())
+    assert "do not fit shared-memory mount" in refusal  # the first of two
+    assert "and the others alone do not fit either: lower rows." in refusal
 
 
 @given(st.integers(0, 1 << 50))
+@example((1 << 20) - 1)
 def test_readable_sizes_are_short_and_right_to_a_tenth(nbytes):
     number, unit = readable(nbytes).split()
     scale = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}[unit]

@@ -159,7 +159,14 @@ def test_a_buffer_with_transforms_or_another_sampler_is_refused(full):
     once = TensorDictReplayBuffer(
         storage=LazyTensorStorage(100), batch_size=ROWS, sampler=SamplerWithoutReplacement()
     )
-    for buffer, found in ((scaled, "RandomSampler and 1"), (once, "WithoutReplacement and 0")):
+    own = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(100), batch_size=ROWS, sampler=type("Own", (RandomSampler,), {})()
+    )
+    for buffer, found in (
+        (scaled, "RandomSampler and 1"),
+        (once, "WithoutReplacement and 0"),
+        (own, "Own and 0"),
+    ):
         trainer = _trainer(stock_sac(), buffer)
         with _pipeline(full) as pipeline, pytest.raises(ConfigError, match=found):
             PrefetchReplay(pipeline, STEPS).register(trainer)

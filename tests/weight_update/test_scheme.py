@@ -126,6 +126,7 @@ def test_publishing_never_waits(timeout, make_sender):
         scheme.send()
     assert scheme.version == 1000
     assert scheme.applied_versions == {0: None, 1: None, 2: None}
+    assert scheme.statistics["publishes"] == 1000  # to one cell
     with pytest.raises(WaitTimeoutError, match="worker 0 never connected"):
         scheme.wait_applied(timeout=timeout)
 

@@ -136,6 +136,15 @@ def test_weights_of_a_device_are_refused_where_one_does_not_fit_or_has_no_values
         assert transport.version == 0
 
 
+def test_a_published_module_that_has_lost_its_values_is_refused():
+    net = torch.nn.Linear(2, 2)
+    with UniLabShmTransport({0: net}) as transport:
+        transport.send_weights(net)
+        with pytest.raises(ConfigError, match="meta device"):
+            transport.send_weights(net.to("meta"))
+        assert transport.version == 1
+
+
 def test_what_is_created_from_a_state_dict_holds_it_as_version_1():
     with UniLabShmTransport.from_state_dict(_state(5.0)) as transport:
         state = _state(0.0)

@@ -39,12 +39,20 @@ def test_a_row_follows_none_of_which_one_number_differs_or_one_agent_is_done(cha
 
 def test_rows_are_a_step_if_one_environment_continues_though_another_was_done():
     done = torch.tensor([[True, True], [False, False]])
-    assert _steps(("add", _still(2, done=done)), ("append", _still(2))) == [1, 2, 1, 1]
+    for method in ("add", "append"):
+        assert _steps((method, _still(2, done=done)), ("append", _still(2))) == [1, 2, 1, 1]
+
+
+def test_rows_are_trajectories_if_at_least_half_are_followed_by_the_next():
+    half, less = torch.zeros(3, 2), torch.zeros(4, 2)
+    half[1] = less[1:] = 9.0
+    assert _steps(("append", _still(3, observation=half))) == [2, 1, 1]
+    assert _steps(("append", _still(4, observation=less))) == [1] * 4
 
 
 def test_more_rows_than_there_are_places_are_written_whole_steps_at_a_time():
     with PackedReplayStorage(5, n_step=2) as storage:
-        storage.add(torch.stack([_still(2)] * 4, 1))
+        assert storage.add(torch.stack([_still(2)] * 4, 1)) == 0  # the first row's, as ever
         places = torch.tensor([3, 4, 0, 1, 2])  # the oldest first
         assert storage.get(places)["steps_to_next_obs"].tolist() == [2, 2, 2, 1, 1]
     with PackedReplayStorage(3, n_step=2) as storage:

@@ -32,8 +32,10 @@ URDF = """
 def test_a_spec_that_does_not_compile_is_refused() -> None:
     spec = mujoco.MjSpec()
     spec.worldbody.add_body(name="massless").add_freejoint()
+    handler = mujoco.get_mju_user_warning()
     with pytest.raises(ConfigError, match=r"^model of Cart: .*mass.* Correct the MjSpec"):
         Cart(model=spec)
+    assert mujoco.get_mju_user_warning() is handler
 
 
 def test_every_form_of_a_model_gives_the_same_steps(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_an_observation_without_a_row_for_each_simulation_is_refused(terms: Any)
 @pytest.mark.parametrize("finite", [True, False])
 def test_an_action_that_is_not_finite_is_blamed_on_an_observation_that_is_not(finite: bool) -> None:
     def actor(self: Cart, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"x": fields["qpos"] / (1.0 if finite else 0.0)}
+        return {"x": fields["qpos"] / (1.0 if finite else 0.0), "speed": fields["qvel"]}
 
     with np.errstate(all="ignore"):
         env = make(_mine(actor=actor))

@@ -114,6 +114,7 @@ def test_batch_slots_have_the_computed_bytes(name):
     collector.shutdown()
     nbytes = batch.get("index").untyped_storage().nbytes()
     assert items["batch slots"].nbytes == items["learner's working copies"].nbytes == 2 * nbytes
+    assert {item.place for item in items.values()} == {"shared", "private"}
 
 
 def _on_a_device(config):
