@@ -77,6 +77,23 @@ def test_what_is_neither_a_shape_nor_a_tensor_is_refused_by_its_key(shape):
         UniLabShmTransport.create({"w": shape})
 
 
+@pytest.mark.parametrize("kind", [nn.Module, TensorDict, dict])
+def test_a_cell_is_created_and_attached_by_a_module_or_its_weights_of_any_kind(kind):
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    kinds = {TensorDict: TensorDict.from_module(module), dict: module.state_dict()}
+    weights = kinds.get(kind, module)
+    with UniLabShmTransport.create(weights, name=_name()) as transport:
+        transport.write_weights(module)
+        with UniLabShmTransport.attach(transport.name, weights) as attached:
+            assert attached.read_weights_into(module) == 1
+
+
+@pytest.mark.parametrize("shapes", [None, 3, [("w", (3,))]])
+def test_what_is_neither_shapes_nor_weights_is_refused(shapes):
+    with pytest.raises(ConfigError, match=r"expected a module, a TensorDict or a state dict"):
+        UniLabShmTransport.create(shapes)
+
+
 def test_a_shape_may_have_numbers_of_numpy():
     with UniLabShmTransport.create({"w": (np.int64(2), np.int32(3))}) as transport:
         assert transport.newest(0)[1]["w"].shape == (2, 3)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -32,8 +32,8 @@ from torchrl_unilab.weight_update.packing import DevicePacker
 
 WorkerIds = int | Sequence[int] | None
 """One worker, or several; None: all."""
-ParamShapes = Mapping[str, Sequence[int] | torch.Tensor]
-"""Shapes of weights, or tensors of such shapes, by dotted key."""
+ParamShapes: TypeAlias = Mapping[str, Sequence[int] | torch.Tensor] | Weights
+"""Shapes of weights, or tensors of such shapes, by dotted key; or weights."""
 
 
 class UniLabShmTransport(Owner):
@@ -113,7 +113,8 @@ class UniLabShmTransport(Owner):
         """Create one cell for float32 zeros of the given shapes, or for the given tensors.
 
         Args:
-            param_shapes: Dotted key to shape, or to a tensor for other dtypes and values.
+            param_shapes: Dotted key to shape, or to a tensor for other dtypes and values; or a
+                module or TensorDict, for its own.
             name: Name to attach by from an unrelated process; anonymous if not given.
             slots: How many snapshots rotate, at least 2.
         """
@@ -337,6 +338,8 @@ def _is_length(value: Any) -> bool:
 
 
 def _initial(param_shapes: ParamShapes) -> dict[str, torch.Tensor]:
+    if isinstance(param_shapes, TensorDictBase) or not isinstance(param_shapes, Mapping):
+        return named_tensors(param_shapes)
     initial = {}
     for key, value in param_shapes.items():
         if isinstance(value, torch.Tensor):
