@@ -106,6 +106,18 @@ def test_flags_that_are_not_bool_are_refused_by_name(name, dtype):
         timeout_bootstrap(inputs["v_t"], **flags, gamma=0.9)
 
 
+@pytest.mark.parametrize("name", ["log_rho", "v_t", "done_t", "terminated_t"])
+def test_arrays_are_refused_by_name(name):
+    inputs = _inputs(0, 1.0)
+    inputs[name] = inputs[name].numpy()
+    with pytest.raises(LayoutDtypeError, match=rf"vtrace: {name} is ndarray \(expected a tensor"):
+        vtrace(**inputs, gamma=0.9)
+    if name != "log_rho":
+        names = ("v_t", "done_t", "terminated_t")
+        with pytest.raises(LayoutDtypeError, match=rf"timeout_bootstrap: {name} is ndarray"):
+            timeout_bootstrap(**{each: inputs[each] for each in names}, gamma=0.9)
+
+
 def test_values_of_another_shape_than_the_flags_are_refused():
     flags = torch.tensor([True, False])
     with pytest.raises(LayoutShapeError, match=r"done_t has shape \(2,\) \(expected \(2, 1\)\)"):

@@ -51,7 +51,7 @@ def timeout_bootstrap(
 
     Raises:
         LayoutShapeError: The shapes differ.
-        LayoutDtypeError: `done_t` or `terminated_t` is not bool.
+        LayoutDtypeError: `done_t` or `terminated_t` is not bool, or an argument is no tensor.
 
     Examples:
         >>> import torch
@@ -61,15 +61,20 @@ def timeout_bootstrap(
         >>> timeout_bootstrap(value, done, terminated, gamma=0.5).tolist()
         [1.0, 0.0]
     """
-    _check("timeout_bootstrap", v_t.shape, {"done_t": done_t, "terminated_t": terminated_t})
+    _check("timeout_bootstrap", {"done_t": done_t, "terminated_t": terminated_t}, v_t=v_t)
     return (gamma * v_t).masked_fill(~done_t | terminated_t, 0.0)
 
 
-def _check(
-    what: str, shape: torch.Size, masks: dict[str, torch.Tensor], **others: torch.Tensor
-) -> None:
-    for name, tensor in {**others, **masks}.items():
-        if tensor.shape != shape:
+def _check(what: str, masks: dict[str, torch.Tensor], **values: torch.Tensor) -> None:
+    """Refuse what is no tensor, another shape than the first value's, and masks that are not."""
+    first = next(iter(values.values()))
+    for name, tensor in {**values, **masks}.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise LayoutDtypeError(
+                f"{what}: {name} is {type(tensor).__name__} (expected a tensor). "
+                "Call torch.as_tensor() on it."
+            )
+        if tensor.shape != (shape := first.shape):
             raise LayoutShapeError(
                 f"{what}: {name} has shape {tuple(tensor.shape)} (expected {tuple(shape)}). "
                 "Pass tensors of one shape."
@@ -120,7 +125,7 @@ def vtrace(
 
     Raises:
         LayoutShapeError: A tensor has another shape than `log_rho`, or there is no step.
-        LayoutDtypeError: `done_t` or `terminated_t` is not bool.
+        LayoutDtypeError: `done_t` or `terminated_t` is not bool, or an argument is no tensor.
 
     Examples:
         >>> import torch
@@ -131,8 +136,9 @@ def vtrace(
         >>> targets.item()
         3.0
     """
-    shape, masks = log_rho.shape, {"done_t": done_t, "terminated_t": terminated_t}
-    _check("vtrace", shape, masks, v_tm1=v_tm1, v_t=v_t, r_t=r_t)
+    masks = {"done_t": done_t, "terminated_t": terminated_t}
+    _check("vtrace", masks, log_rho=log_rho, v_tm1=v_tm1, v_t=v_t, r_t=r_t)
+    shape = log_rho.shape
     if not shape or not shape[-1]:
         raise LayoutShapeError(
             f"vtrace: shape {tuple(shape)} (expected [..., time], with a step). Collect at least "
