@@ -41,6 +41,18 @@ def test_views_hold_what_was_copied_in_bit_for_bit(specs):
         assert torch.equal(view, value)
 
 
+@given(SPECS)
+def test_views_of_a_part_of_a_larger_block_lie_in_that_part(specs):
+    layout = BlockLayout.of_specs(specs)
+    whole = torch.zeros(LINE + layout.nbytes + 1, dtype=torch.uint8)
+    part = whole[LINE:]
+    for view in layout.views(part):
+        view.fill_(1)
+    assert not whole[:LINE].any()
+    for view in layout.views(part.clone()):
+        assert (view == 1).all()
+
+
 @given(SPECS, SPECS)
 def test_digests_are_equal_exactly_for_equal_layouts(one, other):
     one, other = BlockLayout.of_specs(one), BlockLayout.of_specs(other)

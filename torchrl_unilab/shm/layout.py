@@ -118,9 +118,17 @@ class BlockLayout:
 
     def views(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Return one typed view per field into `block`, uint8 of at least [nbytes]."""
-        return [
-            block[f.offset : f.offset + f.nbytes].view(f.dtype).view(f.shape) for f in self.fields
+        block, start = block[: self.nbytes], block.storage_offset()
+        typed = {dtype: block.view(dtype) for dtype in {field.dtype for field in self.fields}}
+        return [  # one call for each: part of each read of a snapshot
+            typed[dtype].as_strided(shape, stride, (start + offset) // dtype.itemsize)
+            for dtype, shape, stride, offset in self._places
         ]
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...], int]]:
+        fields = [(f, torch.empty(f.shape, device="meta")) for f in self.fields]
+        return [(f.dtype, like.shape, like.stride(), f.offset) for f, like in fields]
 
     def named_views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return `views` by dotted key."""

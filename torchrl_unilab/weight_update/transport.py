@@ -254,7 +254,8 @@ class UniLabShmTransport(Owner):
             ConfigError: The state dict holds plain numbers of extra state, or tensors without their
                 own memory, neither of which can be written to.
         """
-        named = named_tensors(state_dict)
+        module = ModuleWeights(state_dict) if isinstance(state_dict, nn.Module) else None
+        named = named_tensors(state_dict) if module is None else module.named()
         expanded = [k for k, tensor in named.items() if is_expanded(tensor) or tensor.is_meta]
         if expanded or _is_stacked(state_dict):
             raise ConfigError(
@@ -264,7 +265,7 @@ class UniLabShmTransport(Owner):
         targets = self.unique_cells[0].layout.select(named)
         version, weights = self.newest(0)
         numbers = [key for key in weights if "#" in key]
-        if numbers and not isinstance(state_dict, nn.Module):
+        if numbers and module is None:
             raise ConfigError(
                 f"cannot read weights: {numbers} are no tensors of the state dict (expected a "
                 "module, whose extra state they are). Read into the module."
@@ -272,8 +273,8 @@ class UniLabShmTransport(Owner):
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, list(weights.values()))
-        if isinstance(state_dict, nn.Module):
-            ModuleWeights(state_dict).set_extra_state(weights)
+        if module is not None:
+            module.set_extra_state(weights)
         return version
 
     def newest(self, worker: int) -> tuple[int, dict[str, torch.Tensor]]:
