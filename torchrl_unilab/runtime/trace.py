@@ -100,6 +100,7 @@ class Tracer:
     def start(self, path: str | os.PathLike[str]) -> None:
         """Record from now on. Writes nothing at `path` before `stop`.
 
+        Call it before you make a collector: workers that run already do not join.
         Where this process is killed, what all recorded stays in ``unilab-trace-...``, in the
         directory of temporary files.
 
