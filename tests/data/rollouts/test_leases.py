@@ -10,7 +10,7 @@ import pytest
 from tests.support.processes import receive, spawned
 from tests.support.rollouts import make_rollout, stack, values
 from torchrl_unilab.data import RolloutRingStorage
-from torchrl_unilab.errors import SegmentClosedError, UsageError, WaitTimeoutError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WaitTimeoutError
 
 
 def test_what_an_interrupt_kept_from_the_caller_is_among_the_leases(storage):
@@ -20,6 +20,15 @@ def test_what_an_interrupt_kept_from_the_caller_is_among_the_leases(storage):
     storage.release(lease)
     assert storage.leases == []
     assert storage.read_count == 1
+
+
+@pytest.mark.parametrize("kind", ["NoneType", "TensorDict"])
+def test_what_is_no_lease_is_refused_and_the_slot_stays_held(storage, kind):
+    storage.write(make_rollout(1))
+    with storage.acquire() as rollout:
+        with pytest.raises(ConfigError, match=rf"{kind} \(expected RolloutLease\)"):
+            storage.release({"NoneType": None, "TensorDict": rollout}[kind])
+        assert len(storage.leases) == 1
 
 
 def test_a_lease_releases_itself_at_the_end_of_a_block(storage):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_unilab.checks import as_seconds
+from torchrl_unilab.checks import as_instance, as_seconds
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.runtime.trace import span
@@ -268,9 +268,11 @@ class SharedRollouts(SharedStorage):
         """Give a slot back to its writer.
 
         Raises:
+            ConfigError: It is no lease: `acquire` returns None if no rollout came.
             UsageError: The lease was released.
             SegmentError: The slot was written while it was held.
         """
+        as_instance("lease to release", lease, RolloutLease, "Pass what acquire() returned.")
         self.ring.release(lease._lease)
 
     def recover(self, writer: int) -> int:
