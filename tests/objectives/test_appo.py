@@ -353,6 +353,13 @@ def test_what_a_batch_lacks_is_said_with_what_to_do():
         loss.estimate(rollout.exclude("action_log_prob"))
 
 
+@pytest.mark.parametrize("key", ["observation", ("next", "observation")])
+def test_an_observation_that_rollouts_lack_is_named(key):
+    loss = _loss()
+    with pytest.raises(LayoutKeyError, match=r"^APPOLoss: no .*observation.* among \['action', "):
+        loss.estimate(_rollout(loss).exclude(key))
+
+
 @pytest.mark.parametrize("moves", [None, APPOLoss.step_target, APPOLoss.update_target])
 def test_a_loop_that_never_moves_the_target_is_warned_once(moves, monkeypatch):
     monkeypatch.setattr(appo.torchrl_logger, "warning", warned := Mock())

@@ -236,8 +236,8 @@ class APPOLoss(LossModule):
             Advantages have zero mean and unit variance over the batch.
 
         Raises:
-            LayoutKeyError: The rollouts lack the behaviour policy's log probabilities, or what a
-                collector adds.
+            LayoutKeyError: The rollouts lack the behaviour policy's log probabilities, what the
+                networks read, or what a collector adds.
             LayoutShapeError: There is another number of log probabilities than one per action, or
                 a trajectory that is not done is followed by another.
         """
@@ -249,6 +249,11 @@ class APPOLoss(LossModule):
         signals = keys.reward, keys.done, keys.terminated
         reward, done, terminated = (needed(("next", key)).squeeze(-1) for key in signals)
         check_time_order(rollouts, keys.done)
+        critic_in = self.critic_network.in_keys
+        for key in (*critic_in, *self.actor_network.in_keys):
+            needed(key)
+        for key in critic_in:
+            needed(("next", key))
         if self._losses_taken and self.steps == 0 and not self._warned:
             self._warned = True
             torchrl_logger.warning(
@@ -258,7 +263,6 @@ class APPOLoss(LossModule):
             )
         self.sync_target_buffers()
         self._estimated_at = self.steps
-        critic_in = self.critic_network.in_keys
         # One call for the values on both sides of each step.
         after = rollouts.get("next")
         both = torch.stack([rollouts.select(*critic_in), after.select(*critic_in)])
