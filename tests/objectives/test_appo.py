@@ -13,8 +13,9 @@ from tensordict.nn import (
     TensorDictSequential,
 )
 from torch import nn
-from torch.distributions import Normal, kl_divergence
+from torch.distributions import Distribution, Normal, kl_divergence
 from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, TruncatedNormal
+from torchrl.objectives import ValueEstimators
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic, make_td3_actor
@@ -44,6 +45,14 @@ def _rollout(loss: APPOLoss, batch: int = 4, time: int = 6) -> TensorDict:
         batch_size=[batch, time],
     )
     return acted
+
+
+def _actor(layer: nn.Module, distribution: type[Distribution]) -> ProbabilisticActor:
+    layers = nn.Sequential(layer, NormalParamExtractor())
+    params = TensorDictModule(layers, ["observation"], ["loc", "scale"])
+    return ProbabilisticActor(
+        params, ["loc", "scale"], distribution_class=distribution, return_log_prob=True
+    )
 
 
 def test_rewards_of_another_dtype_are_learnt_in_that_of_the_values():
@@ -149,19 +158,17 @@ def test_only_actor_and_critic_learn():
     assert {n.split(".")[0] for n in learned} == {"actor_network", "critic_network"}
 
 
-@pytest.mark.parametrize(("tau", "expected"), [(1.0, 1.0), (0.25, 0.25)])
-def test_the_target_follows_every_nth_step_by_tau(tau, expected):
+@pytest.mark.parametrize("tau", [1.0, 0.25])
+def test_the_target_follows_every_nth_step_by_tau(tau):
     loss = _loss(tau=tau, target_update_freq=3)
-    with torch.no_grad():
-        for parameter in loss.target_actor_network.parameters():
-            parameter.fill_(0.0)
-        for parameter in loss.actor_network.parameters():
-            parameter.fill_(1.0)
+    target = loss.target_actor_network[0].log_std
+    target.fill_(0.0)
+    loss.actor_network[0].log_std.data.fill_(1.0)
     seen = []
     for _ in range(3):
         loss.step_target()
-        seen.append(loss.target_actor_network[0].log_std[0].item())
-    assert seen == [0.0, 0.0, expected]
+        seen.append(target[0].item())
+    assert seen == [0.0, 0.0, tau]
 
 
 @pytest.mark.parametrize(
@@ -264,6 +271,16 @@ def test_an_actor_whose_distribution_cannot_be_rebuilt_is_refused(actor):
         APPOLoss(actor, make_critic(OBS))
 
 
+def test_an_actor_without_shapes_is_refused():
+    with pytest.raises(ConfigError, match=r"weight' is lazy .*Run one forward pass first"):
+        APPOLoss(_actor(nn.LazyLinear(2 * ACT), IndependentNormal), make_critic(OBS))
+
+
+def test_another_value_estimator_than_v_trace_is_refused():
+    with pytest.raises(ConfigError, match=r"^APPOLoss: make_value_estimator was called .*gamma"):
+        _loss().make_value_estimator(ValueEstimators.GAE, gamma=0.9)
+
+
 def test_it_reads_and_writes_the_keys_it_declares():
     loss = _loss()
     minibatch = loss.estimate(_rollout(loss)).reshape(-1).select(*loss.in_keys)
@@ -302,21 +319,16 @@ def test_time_is_the_last_dimension_whatever_comes_before():
 @pytest.mark.parametrize("distribution", [IndependentNormal, TanhNormal, TruncatedNormal])
 def test_a_distribution_without_a_closed_entropy_or_divergence_is_learnt_by_samples(distribution):
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(OBS, 2 * ACT), NormalParamExtractor())
-    actor = ProbabilisticActor(
-        TensorDictModule(layers, ["observation"], ["loc", "scale"]),
-        in_keys=["loc", "scale"],
-        distribution_class=distribution,
-        return_log_prob=True,
-    )
-    loss = APPOLoss(actor, make_critic(OBS), entropy_coeff=0.1)
+    layer = nn.Linear(OBS, 2 * ACT)
+    loss = APPOLoss(_actor(layer, distribution), make_critic(OBS), entropy_coeff=0.1)
     batch = loss.estimate(_rollout(loss, 64, 32)).reshape(-1)
     assert loss(batch)["kl"].item() == pytest.approx(0.0, abs=1e-6)  # the policies are the same
-    with torch.no_grad():
-        layers[0].bias.add_(0.5)
+    layer.bias.data.add_(0.5)
     losses = loss(batch)
     sum(losses[key] for key in ("loss_objective", "loss_critic", "loss_entropy")).backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in actor.parameters())
+    assert all(
+        p.grad is not None and p.grad.isfinite().all() for p in loss.actor_network.parameters()
+    )
     assert losses["kl"] > 0.01
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -16,6 +17,7 @@ from tensordict.nn import (
     dispatch,
 )
 from tensordict.utils import NestedKey
+from torch.nn.parameter import is_lazy
 from torchrl import logger as torchrl_logger
 from torchrl.objectives import LossModule
 
@@ -88,8 +90,8 @@ class APPOLoss(LossModule):
         target_update_freq: Optimiser steps between target updates; None: call `update_target`.
 
     Raises:
-        ConfigError: A coefficient is out of its range, or the actor is no `ProbabilisticActor` or
-            draws several actions.
+        ConfigError: A coefficient is out of its range, or the actor is no `ProbabilisticActor`,
+            draws several actions or is lazy.
 
     Examples:
         >>> import torch
@@ -165,6 +167,11 @@ class APPOLoss(LossModule):
             "ProbabilisticActor."
         )
         as_instance("actor_network", actor_network, ProbabilisticTensorDictSequential, remedy)
+        if lazy := [name for name, tensor in actor_network.named_parameters() if is_lazy(tensor)]:
+            raise ConfigError(
+                f"actor_network: {lazy[0]!r} is lazy and has no shape yet (expected an initialised "
+                "parameter: the target policy is a copy). Run one forward pass first."
+            )
         heads = [m for m in actor_network.modules() if isinstance(m, ProbabilisticTensorDictModule)]
         if any(head.distribution_class is CompositeDistribution for head in heads):
             raise ConfigError(
@@ -220,6 +227,13 @@ class APPOLoss(LossModule):
 
     def _forward_value_estimator_keys(self, **_: NestedKey) -> None:
         """Do nothing: V-trace is part of this loss, not a separate module."""
+
+    def make_value_estimator(self, *_: object, **__: object) -> NoReturn:
+        """Refuse another value estimator: `estimate` is V-trace."""
+        raise ConfigError(
+            "APPOLoss: make_value_estimator was called (expected no call: `estimate` is V-trace). "
+            "Give APPOLoss gamma, lambda_, rho_bar and c_bar."
+        )
 
     @torch.no_grad()
     def estimate(self, rollouts: TensorDictBase) -> TensorDictBase:
