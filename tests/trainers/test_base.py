@@ -11,7 +11,7 @@ from torchrl.trainers import ClearCudaCache, UpdateWeights, UTDRHook
 from tests.support.off_policy_training import off_policy_trainer
 from tests.support.training import QUICK, appo_loss, appo_trainer, trainer_of
 from torchrl_unilab.collectors import APPOCollector
-from torchrl_unilab.errors import CheckpointError, ConfigError
+from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentClosedError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.trainers import APPOConfig, base
 from torchrl_unilab.trainers.base import NORM
@@ -78,6 +78,16 @@ def test_the_end_is_saved_though_no_checkpoint_is_due(make, batches, tmp_path):
     trainer.checkpoint, trainer.save_trainer_file = Checkpoint(), tmp_path / "end"
     trainer.train()
     assert trainer.collected_frames < trainer.save_trainer_interval
+    assert Checkpoint.manifest(tmp_path / "end")
+
+
+@OF_ONE_UPDATE
+def test_a_save_after_the_end_is_refused_and_leaves_the_one_of_the_end(make, batches, tmp_path):
+    trainer = make()
+    trainer.checkpoint, trainer.save_trainer_file = Checkpoint(), tmp_path / "end"
+    trainer.train()
+    with pytest.raises(SegmentClosedError, match=r"^save_trainer: .*saves the end"):
+        trainer.save_trainer(force_save=True)
     assert Checkpoint.manifest(tmp_path / "end")
 
 

@@ -18,7 +18,13 @@ from torchrl_unilab.checks import as_number
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.configs import Config
-from torchrl_unilab.errors import CheckpointError, ConfigError, DivergedError, LayoutKeyError
+from torchrl_unilab.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    LayoutKeyError,
+    SegmentClosedError,
+)
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks, shapes_of
 
@@ -240,14 +246,24 @@ class RankTrainer(Trainer):
             self.request_stop("another rank stops")
 
     def save_trainer(self, force_save: bool = False) -> None:
-        """Save a checkpoint if one is due, on rank 0; make its directory if there is none."""
+        """Save a checkpoint if one is due, on rank 0; make its directory if there is none.
+
+        Raises:
+            SegmentClosedError: `train` has ended, which saves the end itself.
+        """
         if self.ranks.rank == 0:
             if self.save_trainer_file is not None:
                 Path(self.save_trainer_file).parent.mkdir(parents=True, exist_ok=True)
             now, most = time.monotonic(), self.checkpoint_seconds
             if most is not None and now - self._saved_at >= most:
                 force_save, self._saved_at = True, now
-            super().save_trainer(force_save)
+            try:
+                super().save_trainer(force_save)
+            except SegmentClosedError as error:
+                raise SegmentClosedError(
+                    "save_trainer: the collector is closed (expected an open one: `train`, which "
+                    "closes it, saves the end). Give save_trainer_file before `train`."
+                ) from error
 
 
 def _refuse_padding(batch: TensorDictBase) -> None:
