@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,17 +95,23 @@ def split_settings(
             f"{OWN_ENVIRONMENT}: the run was given create_env (expected a task by name). Repeat it "
             "in Python, or leave this line out for a task."
         )
+    check_known(values, algorithm)
     run, config = _names(RunConfig), _names(SETTINGS[algorithm].kind)
-    for name in values:
-        if name not in {"algo", *run, *config}:
-            raise ConfigError(
-                f"{name}: unknown (expected a setting of {algorithm})."
-                f"{nearest(name, run + config)} Correct the name, or remove the setting."
-            )
     return (
         {name: value for name, value in values.items() if name in run},
         {name: value for name, value in values.items() if name in config},
     )
+
+
+def check_known(names: Iterable[str], algorithm: str, where: str = "") -> None:
+    """Refuse names of no setting of a run of an algorithm; a ConfigError names the nearest."""
+    known = [*_names(RunConfig), *_names(SETTINGS[algorithm].kind)]
+    for name in names:
+        if name not in {"algo", *known}:
+            raise ConfigError(
+                f"{where}{name}: unknown (expected a setting of {algorithm})."
+                f"{nearest(name, known)} Correct the name, or remove the setting."
+            )
 
 
 def _names(kind: type[Settings]) -> list[str]:

@@ -140,6 +140,13 @@ def test_a_checkpoint_in_the_directory_of_another_run_is_refused(run_dir):
     refused(run_dir, "config.yaml: cannot be read", frames=2 * FRAMES)
 
 
+def test_an_unknown_setting_of_config_yaml_is_refused_with_the_nearest(run_dir):
+    file = run_dir / "config.yaml"
+    file.write_text(as_yaml({**read_config(file), "eval_episode": 2}))
+    reason = r"config.yaml: eval_episode: unknown \(expected .* Did you mean eval_episodes\?"
+    refused(run_dir, reason, frames=2 * FRAMES)
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [

@@ -7,8 +7,8 @@ from typing import Any
 
 from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.configs import RunConfig
-from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
-from torchrl_unilab.configs.file import StrPath, file_settings_of
+from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT, check_known
+from torchrl_unilab.configs.file import CONFIG_FILE, StrPath, file_settings_of
 from torchrl_unilab.errors import ConfigError, RunCompleteError
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.progress import stop_reason
@@ -67,8 +67,8 @@ def resume_run(
     Raises:
         CheckpointError: There is no whole checkpoint.
         ConfigError: The checkpoint belongs to a run other than the directory or `settings` say, or
-            to an unknown task, or nothing is left to collect, or to reach. The directory is
-            unchanged.
+            to an unknown task, or ``config.yaml`` has an unknown setting, or nothing is left to
+            collect, or to reach. The directory is unchanged.
 
     Examples:
         >>> from torchrl_unilab.trainers import resume_run, train_appo
@@ -85,6 +85,9 @@ def resume_run(
     saved = RunCheckpoints(path / CHECKPOINT).newest()
     file_settings = file_settings_of(path)
     check_run(saved, file_settings, f"cannot resume {run_dir}", settings)
+    # What the checkpoint has may be a setting of an earlier version.
+    unsaved = [name for name in file_settings if name not in saved.run]
+    check_known(unsaved, saved.run["algo"], f"cannot resume {run_dir}: {CONFIG_FILE}: ")
     _check_ranks(saved, run_dir)
     kept = {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
     kept |= {name: file_settings[name] for name in _KEPT & file_settings.keys()}
