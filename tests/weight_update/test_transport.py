@@ -182,6 +182,16 @@ def test_reading_goes_into_a_modules_own_tensors(into):
     assert torch.equal(target.weight, source.weight)
 
 
+def test_values_that_differ_are_not_read_into_tied_tensors():
+    layer = torch.nn.Linear(2, 2)
+    tied, before = torch.nn.Sequential(layer, layer), layer.weight.clone()
+    source = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with UniLabShmTransport.from_state_dict(source) as transport:
+        with pytest.raises(LayoutError, match=r"^weights: '0.weight' and '1.weight' differ"):
+            transport.read_weights_into(tied)
+        assert torch.equal(layer.weight, before)
+
+
 @pytest.mark.parametrize(
     ("state", "error"),
     [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase, TensorDictParams
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchrl_unilab.errors import ConfigError, LayoutKeyError
+from torchrl_unilab.errors import ConfigError, LayoutError, LayoutKeyError
 from torchrl_unilab.shm.layout import dotted
 
 EXTRA_STATE = "_extra_state"
@@ -293,6 +293,24 @@ def _leaves(weights: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
             raise ConfigError(
                 f"weights: {name!r} is a {type(value).__name__} (expected a "
                 "tensor). Leave it out, or make it a tensor."
+            )
+
+
+def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+    """Return pairs of names that one tensor has."""
+    first: dict[Any, str] = {}  # name of each tensor; it may have others
+    named = [((t.data_ptr(), t.shape, t.stride()), name) for name, t in tensors.items()]
+    return [(first[at], name) for at, name in named if first.setdefault(at, name) != name]
+
+
+def check_tied(tied: Iterable[tuple[str, str]], values: Mapping[str, torch.Tensor]) -> None:
+    """Refuse values that differ under the names of one tensor: it can have one of them."""
+    for first, second in tied:
+        one, other = (values[name].reshape(-1).view(torch.uint8) for name in (first, second))
+        if not torch.equal(one, other):
+            raise LayoutError(
+                f"weights: {first!r} and {second!r} differ (expected them equal, as the model that "
+                "reads them ties them). Tie them in the published model, or in neither."
             )
 
 

@@ -16,10 +16,15 @@ from tensordict import TensorDictBase
 from torch import nn
 from torchrl.collectors import Collector
 
-from torchrl_unilab.errors import LayoutError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.seqlock import Snapshot, SnapshotCell
-from torchrl_unilab.weight_update.module_weights import EXTRA_STATE, ModuleWeights, nested
+from torchrl_unilab.weight_update.module_weights import (
+    EXTRA_STATE,
+    ModuleWeights,
+    check_tied,
+    nested,
+    tied_names,
+)
 from torchrl_unilab.weight_update.packing import DevicePacker
 
 _address = torch.Tensor.data_ptr
@@ -70,7 +75,7 @@ class WeightReceiver:
                 targets = weights.tensors() or []
             values: Mapping[str, torch.Tensor] = self._snapshot.tensors
             if self._tied:
-                self._check_tied(values)
+                check_tied(self._tied, values)
             if self._packer is not None:
                 values = self._packer.to_device(self._snapshot)
             if targets:
@@ -93,24 +98,11 @@ class WeightReceiver:
             weights.make_private()
         targets = weights.tensors() or []
         self._addresses = [*map(_address, targets)]
-        first: dict[Any, str] = {}  # name of each tensor; it may have others
-        memory = [(_address(tensor), tensor.shape, tensor.stride()) for tensor in targets]
-        named = [*zip(memory, weights.names, strict=True)]
-        self._tied = [(first[at], name) for at, name in named if first.setdefault(at, name) != name]
+        self._tied = tied_names(dict(zip(weights.names, targets, strict=True)))
         device = next((tensor.device for tensor in targets), torch.device("cpu"))
         self._packer = None if device.type == "cpu" else DevicePacker(self._cell.layout, device)
         self._weights = weights
         return weights
-
-    def _check_tied(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Refuse values that differ under the names of one tensor: it can have one of them."""
-        for first, second in self._tied:
-            one, other = (values[name].reshape(-1).view(torch.uint8) for name in (first, second))
-            if not torch.equal(one, other):
-                raise LayoutError(
-                    f"weights: {first!r} and {second!r} differ (expected them equal, as the "
-                    "worker's model ties them). Tie them in the published model, or in neither."
-                )
 
     def invalidate(self) -> None:
         """Report that the model has weights from elsewhere, until the next publish."""

@@ -24,9 +24,11 @@ from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.module_weights import (
     ModuleWeights,
     Weights,
+    check_tied,
     is_expanded,
     named_tensors,
     nested,
+    tied_names,
 )
 from torchrl_unilab.weight_update.packing import DevicePacker
 
@@ -249,7 +251,8 @@ class UniLabShmTransport(Owner):
             The version of what was read.
 
         Raises:
-            LayoutError: Keys, shapes or dtypes differ; nothing was written.
+            LayoutError: Keys, shapes or dtypes differ, or values of tensors that `state_dict` ties;
+                nothing was written.
             ContentionError: Overtaken on every bounded try; nothing was written.
             ConfigError: The state dict holds plain numbers of extra state, or tensors without their
                 own memory, neither of which can be written to.
@@ -270,6 +273,7 @@ class UniLabShmTransport(Owner):
                 f"cannot read weights: {numbers} are no tensors of the state dict (expected a "
                 "module, whose extra state they are). Read into the module."
             )
+        check_tied(tied_names(named), weights)
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, list(weights.values()))
