@@ -11,7 +11,7 @@ from torchrl.trainers import ClearCudaCache, UpdateWeights, UTDRHook
 from tests.support.off_policy_training import off_policy_trainer
 from tests.support.training import QUICK, appo_loss, appo_trainer, trainer_of
 from torchrl_unilab.collectors import APPOCollector
-from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentClosedError
+from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentClosedError, UsageError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.trainers import APPOConfig, base
 from torchrl_unilab.trainers.base import NORM
@@ -61,6 +61,14 @@ def test_a_hook_before_an_epoch_may_return_no_batch(make, batches, returned):
     trainer.register_op("pre_epoch", lambda batch: returned)
     trainer.train()
     assert trainer._optim_count
+
+
+@OF_ONE_UPDATE
+def test_a_hook_that_raises_stop_iteration_fails_the_training(make, batches):
+    trainer = make()
+    trainer.register_op("process_optim_batch", Mock(side_effect=StopIteration))
+    with trainer.collector, pytest.raises(UsageError, match=r"raised StopIteration .*request_stop"):
+        trainer.train()
 
 
 @OF_ONE_UPDATE

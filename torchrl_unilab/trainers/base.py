@@ -24,6 +24,7 @@ from torchrl_unilab.errors import (
     DivergedError,
     LayoutKeyError,
     SegmentClosedError,
+    UsageError,
 )
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks, shapes_of
@@ -91,11 +92,20 @@ class RankTrainer(Trainer):
 
         Torch's threads spin while they wait for each other: next to a busy program, such as the
         collector's workers, two of them are several times slower than one.
+
+        Raises:
+            UsageError: A hook raised StopIteration, which a caller's loop would take for its end.
         """
         found = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
             super().train()
+        except StopIteration as error:
+            raise UsageError(
+                f"{type(self).__name__}: a hook raised StopIteration (expected a value or None). "
+                "Call request_stop of the trainer to end the training; a hook on 'pre_epoch' may "
+                "leave samples out."
+            ) from error
         finally:
             torch.set_num_threads(found)
 
