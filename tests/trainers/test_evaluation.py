@@ -21,7 +21,7 @@ from tests.support.collecting import linear_policy, transformed_env
 from tests.support.processes import DEADLINE, wait_for
 from tests.support.videos import read_video
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError, PeerGoneError, WorkerError
+from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError, WorkerError
 from torchrl_unilab.modules import make_actor
 from torchrl_unilab.trainers import BackgroundEvaluation, evaluate
 from torchrl_unilab.trainers import evaluation as module
@@ -105,6 +105,12 @@ def test_it_evaluates_the_published_policy_once_an_interval_is_over(evaluation, 
         call("eval_return", expected, step=130),
         call("eval_length", length, step=130),
     ]
+
+
+def test_an_evaluation_that_is_registered_as_a_function_is_refused(shared, monkeypatch):
+    monkeypatch.setattr(shared, "_trainer", None)
+    with pytest.raises(UsageError, match=r"^BackgroundEvaluation: .*Call its register\(trainer\)"):
+        shared()
 
 
 def test_it_takes_the_newest_version_whole(evaluation, policy, transport):

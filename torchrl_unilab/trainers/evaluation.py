@@ -24,6 +24,7 @@ from torchrl_unilab.checks import as_integer
 from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.collectors.worker import Policy, act, base_env, closing_env, on_host
 from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.errors import UsageError
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.shm.segment import Owner
@@ -197,6 +198,7 @@ class BackgroundEvaluation(Owner):
     ) -> None:
         self.interval = as_integer("evaluation interval", interval, "Use 1 or more.")
         self.evaluations: list[Evaluation] = []
+        self._trainer: Trainer | None = None
         self._running = False
         self._interval_start = 0  # frames at which an evaluation was last due, run or skipped
         self._videos = videos
@@ -233,8 +235,17 @@ class BackgroundEvaluation(Owner):
         """Log an evaluation that has ended; ask for the next if it is due.
 
         After the last batch it is waited for: the last checkpoint has it.
+
+        Raises:
+            UsageError: `register` was not called.
+            WorkerError: The process failed.
         """
         trainer = self._trainer
+        if trainer is None:
+            raise UsageError(
+                "BackgroundEvaluation: called without a trainer (expected one by `register`). Call "
+                "its register(trainer) in place of register_op."
+            )
         if self._running and self._process.poll(0):
             self.finish()
         frames = trainer.collected_frames
@@ -265,7 +276,7 @@ class BackgroundEvaluation(Owner):
         evaluation = Evaluation(*self._process.receive(0))
         self._running = False
         self.evaluations.append(evaluation)
-        if (logger := self._trainer.logger) is not None:
+        if self._trainer is not None and (logger := self._trainer.logger) is not None:
             logger.log_scalar("eval_return", evaluation.mean_return, step=evaluation.frames)
             logger.log_scalar("eval_length", evaluation.mean_length, step=evaluation.frames)
 
