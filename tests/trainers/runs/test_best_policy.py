@@ -10,6 +10,7 @@ import torch
 from torchrl.checkpoint import Checkpoint
 
 from tests.support.quick import FRAMES, QUIET
+from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import CheckpointError
 from torchrl_unilab.trainers import evaluate_run, load_policy, play_run, resume_run
 from torchrl_unilab.trainers.runs.best_policy import BestPolicy
@@ -111,6 +112,18 @@ def test_the_best_policy_of_a_run_is_loaded_evaluated_and_filmed(run_dir):
     assert any(parameter.any() for parameter in load_policy(run_dir).parameters())
     for use in (evaluate_run, partial(play_run, video=run_dir / "best.mp4", width=64, height=48)):
         assert use(run_dir, best=True)["mean"] != use(run_dir)["mean"]
+
+
+def test_the_best_policy_is_loaded_though_a_run_finds_better_ones_meanwhile(run_dir):
+    def create_env() -> MujocoBatchEnv:
+        run = RunCheckpoints(run_dir / BEST).newest(("policy",)).run
+        best = BestPolicy(run_dir / BEST, RunCheckpoints(run_dir).metadata(run, 2048))
+        for frames in (1024, 2048):
+            best.keep(load_policy(run_dir), frames, 5000.0 + frames)
+        return MujocoBatchEnv("InvertedPendulum-v5", num_envs=1, num_threads=1)
+
+    loaded = load_policy(run_dir, best=True, create_env=create_env)
+    assert any(parameter.any() for parameter in loaded.parameters())
 
 
 def test_a_resumed_run_keeps_a_better_policy_of_before(run_dir):

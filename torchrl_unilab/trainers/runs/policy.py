@@ -170,9 +170,10 @@ def loaded_run(
             f"{refusal}: no {CONFIG_FILE} and {CHECKPOINT} there (expected a run directory). Train "
             "first."
         )
+    checkpoints = RunCheckpoints(path / (BEST if best else CHECKPOINT))
     try:
         file_settings = file_settings_of(path)
-        saved = RunCheckpoints(path / (BEST if best else CHECKPOINT)).newest(("policy",))
+        saved = checkpoints.newest(("policy",))
     except (CheckpointError, ConfigError) as error:
         way = ""
         if best and isinstance(error, CheckpointError):
@@ -186,6 +187,8 @@ def loaded_run(
         try:
             here = saved_config(saved.run).replace(device="cpu", collector_device="cpu")
             actor = build_learner(env, here).actor
+            if not saved.path.exists():  # newer ones came while the environment was made
+                saved = checkpoints.newest(("policy",))
             Checkpoint(policy=actor).load(saved.path, map_location="cpu")
         except (TorchRLCheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
             raise CheckpointError(
