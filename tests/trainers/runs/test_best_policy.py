@@ -71,6 +71,14 @@ def test_a_damaged_best_policy_is_replaced(tmp_path):
     assert _kept(tmp_path) == 200
 
 
+def test_a_damaged_best_policy_gives_way_to_a_better_one_of_before(tmp_path):
+    for frames, value in ((100, 9.0), (200, 10.0)):
+        _keep(tmp_path, frames, value)
+    (max(RunCheckpoints(tmp_path).paths()) / "manifest.json").write_text("{}")
+    assert _keep(tmp_path, 300, 1.0) == {"frames": 100, "eval_return": 9.0}
+    assert _kept(tmp_path) == 100
+
+
 @pytest.mark.parametrize(
     ("run", "evaluated"),
     [

@@ -7,6 +7,7 @@ checkpoints, as ``checkpoint/`` does, of policies alone. They survive a resume f
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ class BestPolicy:
     def result(self) -> dict[str, Any] | None:
         """Return its ``frames`` and ``eval_return``; None if there is none.
 
-        What is damaged, or of another run, is none: the next policy takes its place.
+        None, too, if the newest is damaged, or of another run: the next policy that is evaluated
+        takes its place, or else the one before it.
         """
         try:
             saved = self._checkpoints.newest()
@@ -56,7 +58,11 @@ class BestPolicy:
         """
         if not math.isfinite(mean_return):
             return
-        best = self.result()
+        while (best := self.result()) is None and (paths := self._checkpoints.paths()):
+            # Moved aside: an older one may be whole, and better than this policy.
+            aside = paths[0].with_name(f"refused-{paths[0].name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            paths[0].rename(aside)
         if best and (mean_return, frames) <= (best["eval_return"], best["frames"]):
             return
         # After a resume, a policy may be better than one of more frames: it is named as the newest.
