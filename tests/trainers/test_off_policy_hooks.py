@@ -291,7 +291,7 @@ def test_training_continues_after_an_interrupt_in_mid_update(prefetch):
     trainer.close()
 
 
-def test_and_after_one_between_a_sample_and_its_first_update(monkeypatch):
+def test_training_continues_after_an_interrupt_between_a_sample_and_its_first_update(monkeypatch):
     trainer = off_policy_trainer(20, prefetch=True)
     prepare, interrupt = trainer.pipeline.start_prepare, _interrupt(at=1)
 

@@ -354,7 +354,7 @@ def test_a_run_that_came_to_its_limit_is_complete_until_more_is_asked_for(run_di
     assert resume_run(run_dir, **QUIET, **higher)["frames"] == FRAMES + 32
 
 
-def test_so_is_one_whose_last_rollout_brought_more_frames_than_asked_for(tmp_path):
+def test_a_run_whose_last_rollout_brought_more_frames_than_asked_for_is_complete(tmp_path):
     assert train(tmp_path, "appo", frames=100)["frames"] == 128
     with pytest.raises(ConfigError, match="128 of 100 frames have been collected"):
         resume_run(tmp_path, **QUIET)
