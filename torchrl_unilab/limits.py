@@ -1,4 +1,4 @@
-"""Memory and cores that this process may use, by machine and control groups.
+"""Memory, cores and open files that this process may use, by machine and control groups.
 
 Shared pages count like private ones. `SharedSegment` asks for memory before it allocates, the
 budget of a run for both before it starts.
@@ -6,6 +6,8 @@ budget of a run for both before it starts.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import os
 from collections.abc import Iterator
@@ -52,6 +54,25 @@ def check_memory(what: str, nbytes: int, remedy: str) -> None:
         raise ConfigError(
             f"{what}: {nbytes} bytes (expected at most {free}, what is free). {remedy}"
         )
+
+
+@contextlib.contextmanager
+def files_to_open(what: str, needs: str, remedy: str) -> Iterator[None]:
+    """Raise a ConfigError where the body may open no more files.
+
+    Args:
+        what: What the files are for.
+        needs: How many they are.
+        remedy: What to do besides raising the limit.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        raise ConfigError(
+            f"{what}: too many open files (expected {needs}). Raise `ulimit -n`, or {remedy}."
+        ) from error
 
 
 def available_cores() -> int:

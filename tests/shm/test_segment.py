@@ -264,6 +264,21 @@ def test_a_limit_of_file_sizes_is_named():
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_limit_of_open_files_is_named(left):
+    free = os.dup(0)  # the lowest number that is free
+    os.close(free)
+    before = len(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + left, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"^shared segment: too many open .*`ulimit -n`"):
+            SharedSegment(64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_limit_of_the_address_space_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))  # a mount may be as small
     limits = resource.getrlimit(resource.RLIMIT_AS)

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError, WorkerError
+from torchrl_unilab.limits import files_to_open
 from torchrl_unilab.runtime.link import Channel, PickledArguments, serve
 from torchrl_unilab.runtime.worker_process import CONTINUE_SECONDS, WorkerProcess
 from torchrl_unilab.waits import deadline, watch
@@ -58,7 +59,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
 
     Raises:
         WorkerError: A worker failed while it started; the others are stopped.
-        ConfigError: This process is daemonic, and so may have none.
+        ConfigError: This process is daemonic, and so may have none, or may open no more files.
 
     Examples:
         >>> from torchrl_unilab.runtime import WorkerGroup
@@ -93,8 +94,9 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         self._workers: list[WorkerProcess] = []
         self._next_check = 0.0
         try:
-            for index in range(len(arguments)):
-                self._workers.append(self._start(index))
+            with files_to_open(f"{name}s", "more, for their pipes", "start fewer"):
+                for index in range(len(arguments)):
+                    self._workers.append(self._start(index))
             for worker in self._workers:
                 self._receive(worker, START_SECONDS, self._workers)
         except BaseException:

@@ -33,10 +33,13 @@ import numpy.typing as npt
 
 from torchrl_unilab.checks import as_choice, as_integer
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
-from torchrl_unilab.limits import available_memory
+from torchrl_unilab.limits import available_memory, files_to_open
 from torchrl_unilab.shm.handover import check_spawning, handed_over
 
 _LONGEST_NAME = 255  # bytes of a file's name on Linux and macOS
+
+
+_files = partial(files_to_open, "shared segment", "two", "close others")
 
 
 def named_by_default() -> bool:
@@ -117,7 +120,8 @@ class SharedSegment(Owner):
         name: Name to attach by from an unrelated process; anonymous if not given.
 
     Raises:
-        ConfigError: `nbytes` is not positive, or `name` is no plain file name.
+        ConfigError: `nbytes` is not positive, `name` is no plain file name, or this process may
+            open no more files.
         SegmentSpaceError: The segment does not fit the memory that is free. Nothing was allocated.
         SegmentError: The name is taken.
 
@@ -133,15 +137,14 @@ class SharedSegment(Owner):
         remedy = "Check the sizes it was computed from."
         nbytes = as_integer("bytes of a shared segment", nbytes, remedy)
         named = name is not None or named_by_default()
-        free = free_bytes(named)
-        if nbytes > free:
-            raise SegmentSpaceError(_no_room(nbytes, free, named))
-        if named:
-            name = f"unilab-{os.getpid()}-{secrets.token_hex(6)}" if name is None else name
-            descriptor = _create_named(name)
-        else:
-            descriptor = _create_anonymous()
-        self._open(descriptor, nbytes, name, owner_pid=os.getpid())
+        with _files():
+            free = free_bytes(named)
+            if nbytes > free:
+                raise SegmentSpaceError(_no_room(nbytes, free, named))
+            if named and name is None:
+                name = f"unilab-{os.getpid()}-{secrets.token_hex(6)}"
+            descriptor = _create_anonymous() if name is None else _create_named(name)
+            self._open(descriptor, nbytes, name, owner_pid=os.getpid())
 
     @classmethod
     def attach(cls, name: str) -> SharedSegment:
@@ -155,8 +158,9 @@ class SharedSegment(Owner):
         known = _existing_mapping(name)
         if known is not None:
             return cls._attach_descriptor(known.descriptors[0], len(known), name)
-        descriptor, nbytes = _open_named(name)
-        return cls._attach_descriptor(descriptor, nbytes, name)
+        with _files():
+            descriptor, nbytes = _open_named(name)
+            return cls._attach_descriptor(descriptor, nbytes, name)
 
     @classmethod
     def _attach_descriptor(cls, descriptor: int, nbytes: int, name: str | None) -> SharedSegment:

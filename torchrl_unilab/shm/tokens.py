@@ -9,7 +9,6 @@ handlers between bytecodes only, so an interrupt never finds a token in both or 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import select
@@ -20,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import starmap
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.limits import files_to_open
 from torchrl_unilab.waits import watch
 
 LIFE_CHECK_SECONDS = 0.2
@@ -60,15 +59,8 @@ class TokenPipe:
         Raises:
             ConfigError: This process may open no more files.
         """
-        try:
+        with files_to_open("ring", "four for each writer", "make it for fewer writers"):
             ends = os.pipe()
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            raise ConfigError(
-                "ring: too many open files for its pipes (expected four for each writer). Raise "
-                "`ulimit -n`, or make it for fewer writers."
-            ) from error
         for end in ends:
             os.set_blocking(end, False)
         return cls(ends)
