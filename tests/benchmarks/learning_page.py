@@ -37,7 +37,6 @@ MILLION = 1_000_000
 FEWEST = 5  # seeds of an interval: of three it would cover 74 % in place of 95
 Point = Sequence[float]
 
-
 _ON_CPU = {"device": "cpu", "collector_device": "cpu"}
 BEFORE: dict[str, dict[str, Any]] = {
     "appo": {"noise_correlation": 0.0, "final_log_std": None, "final_gamma": None} | _ON_CPU,
@@ -45,8 +44,6 @@ BEFORE: dict[str, dict[str, Any]] = {
     "td3": {"matmul_dtype": "float32", "anneal": 0.0} | _ON_CPU,
 }
 """What runs did before a setting came, for records that do not have it."""
-ANNEAL = {True: 1.0, False: 0.0}
-"""What APPO's ``anneal`` was, a flag, before it became a share of the run."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +54,10 @@ class Group:
         runs: Their records, by seed.
     """
 
+    task: str
+    algorithm: str
+    frames: int
     runs: Sequence[dict[str, Any]]
-
-    @property
-    def task(self) -> str:
-        return str(self.runs[0]["task"])
-
-    @property
-    def algorithm(self) -> str:
-        return str(self.runs[0]["algorithm"])
-
-    @property
-    def frames(self) -> int:
-        return int(self.runs[0]["frames_asked"])
 
     @property
     def published(self) -> float | None:
@@ -127,16 +115,15 @@ def load_groups(directory: Path) -> list[Group]:
     Raises:
         ValueError: A group has a seed twice, or runs with different settings.
     """
-    runs = read_records(directory)
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
-    for run in sorted(runs, key=lambda run: run["seed"]):
+    for run in sorted(read_records(directory), key=lambda run: run["seed"]):
         run["settings"] = settings = BEFORE[run["algorithm"]] | run["settings"]
         if "anneal" in settings:
-            settings["anneal"] = ANNEAL.get(settings["anneal"], settings["anneal"])
+            settings["anneal"] = float(settings["anneal"])  # APPO's was a flag before
         groups.setdefault((run["task"], run["algorithm"], run["frames_asked"]), []).append(run)
     for name, members in groups.items():
         check(name, members)
-    return [Group(members) for _, members in sorted(groups.items())]
+    return [Group(*name, members) for name, members in sorted(groups.items())]
 
 
 def check(name: tuple[str, str, int], runs: Sequence[dict[str, Any]]) -> None:
@@ -180,9 +167,8 @@ def summarised(scores: Scores, at_least: float | None) -> str:
     text = show(mean) if at_least is None or mean < at_least else f"**{show(mean)}**"
     if len(scores) < 2:
         return text
-    low, high = (
-        bootstrap_interval([scores]) if len(scores) >= FEWEST else (min(scores), max(scores))
-    )
+    few = len(scores) < FEWEST
+    low, high = (min(scores), max(scores)) if few else bootstrap_interval([scores])
     return f"{text} [{show(low)}, {show(high)}]"
 
 
@@ -207,8 +193,7 @@ def time_table(groups: Sequence[Group]) -> str:
     Runs of which no seed reached a return are left out, unless no others have reached it, either.
     """
     rows = []
-    tasks = itertools.groupby(groups, key=lambda group: group.task)
-    for task, of_task in tasks:
+    for task, of_task in itertools.groupby(groups, key=lambda group: group.task):
         members = list(of_task)
         for name, level in levels(task).items():
             stated = [task, f"{name}, {show(level)}"]
@@ -348,12 +333,6 @@ def draw(groups: Sequence[Group], path: Path) -> None:
 
 def page(groups: Sequence[Group], peers: Sequence[dict[str, Any]] = ()) -> str:
     """Return the page, with runs of peers beside ours."""
-    machines = {
-        json.dumps(run["machine"], sort_keys=True) for group in groups for run in group.runs
-    }
-    versions = {
-        json.dumps(run["versions"], sort_keys=True) for group in groups for run in group.runs
-    }
     parts = [
         "# Learning, measured",
         "Written by `make learning-page` from the records beside it, which `make learn` wrote; "
@@ -389,15 +368,16 @@ def page(groups: Sequence[Group], peers: Sequence[dict[str, Any]] = ()) -> str:
         "## Commands",
         "```\n" + "\n".join(map(command, groups)) + "\n```",
         "`SET` has what differs from the task's settings of today.",
-        "Measured with " + "; ".join(map(as_words, sorted(versions))) + ".",
-        "On " + "; ".join(map(as_words, sorted(machines))) + ".",
+        "Measured with " + each_once(groups, "versions") + ".",
+        "On " + each_once(groups, "machine") + ".",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def as_words(record: str) -> str:
-    """Return a JSON object as "name value" pairs."""
-    return ", ".join(f"{name} {value}" for name, value in json.loads(record).items())
+def each_once(groups: Sequence[Group], key: str) -> str:
+    """Return what runs have under a key, "name value" by "name value"."""
+    found = [sorted(run[key].items()) for group in groups for run in group.runs]
+    return "; ".join(sorted({", ".join(f"{name} {value}" for name, value in one) for one in found}))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,6 +28,11 @@ def _run(seed: int, returns: list[float], task: str = "Hopper-v5", **changes: An
     return record | changes
 
 
+def _group(*runs: dict) -> page.Group:
+    first = runs[0]
+    return page.Group(first["task"], first["algorithm"], first["frames_asked"], runs)
+
+
 def _write(directory, *runs: dict) -> None:
     (directory / "some.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
 
@@ -72,7 +77,7 @@ def test_a_seed_that_was_run_twice_is_refused(tmp_path):
 
 
 def test_the_returns_of_a_task_that_gymnasium_does_not_have_are_those_in_ours():
-    group = page.Group([_run(0, [1.0], gymnasium_returns=None, eval_return=7.0)])
+    group = _group(_run(0, [1.0], gymnasium_returns=None, eval_return=7.0))
     assert group.without_noise.tolist() == [7.0]
 
 
@@ -102,14 +107,14 @@ def test_each_task_is_timed_to_the_published_returns_of_ppo_and_of_sac():
 
 def test_median_and_worst_are_over_all_seeds_and_say_where_a_return_is_not_reached():
     runs = [_run(0, [2609.0, 3600.0]), _run(1, [0.0, 2700.0]), _run(2, [0.0, 2.0, 2800.0])]
-    ppo, _, sac = page.time_table([page.Group(runs)]).splitlines()[2:]
+    ppo, _, sac = page.time_table([_group(*runs)]).splitlines()[2:]
     assert ppo.endswith("| 20.0 | 30.0 | 2,000 | 3,000 | 3 of 3 |")
     assert sac.endswith(f"| {' | '.join(['not reached'] * 4)} | 1 of 3 |")
 
 
 def test_runs_that_never_reached_a_return_stand_in_the_table_only_if_none_did():
-    short = page.Group([_run(0, [0.0, 2700.0], frames_asked=300_000)])
-    long = page.Group([_run(0, [0.0, 100.0])])
+    short = _group(_run(0, [0.0, 2700.0], frames_asked=300_000))
+    long = _group(_run(0, [0.0, 100.0]))
     rows = page.time_table([short, long]).splitlines()[2:]
     assert [row.split(" | ")[4] for row in rows] == ["300,000", "300,000", "-"]
     assert rows[-1].endswith("| not reached | not reached | not reached | not reached | none |")
@@ -117,10 +122,10 @@ def test_runs_that_never_reached_a_return_stand_in_the_table_only_if_none_did():
 
 def test_returns_without_noise_are_timed_where_every_run_has_evaluations():
     evaluated = _run(0, [0.0, 2700.0], evaluations=[[4.0, 400, 2650.0]])
-    rows = page.time_table([page.Group([evaluated])]).splitlines()[2:4]
+    rows = page.time_table([_group(evaluated)]).splitlines()[2:4]
     assert [row.split(" | ")[2] for row in rows] == ["training", "without noise"]
     assert rows[1].endswith("| 4.0 | 4.0 | 400 | 400 | 1 of 1 |")
-    assert page.Group([evaluated, _run(1, [0.0])]).curves.keys() == {"training"}
+    assert _group(evaluated, _run(1, [0.0])).curves.keys() == {"training"}
 
 
 # The page
@@ -137,7 +142,7 @@ def test_the_page_is_written_with_every_seed_and_the_published_numbers(tmp_path,
 
 
 def test_a_peers_run_stands_beside_ours_of_as_many_frames():
-    ours = [page.Group([_run(0, [7.0], frames_asked=n)]) for n in (300_000, 1_000_000)]
+    ours = [_group(_run(0, [7.0], frames_asked=n)) for n in (300_000, 1_000_000)]
     peer = {"peer": "SBX appo", "task": "Hopper-v5", "seed": 3, "frames": 300_000, "seconds": 50.0}
     peer |= {"curve": [[1.0, 1, 2.0], [50.0, 300_000, 4.0]], "gymnasium_returns": [5.0, 6.0]}
     [row] = page.peers_table(ours, [peer]).splitlines()[2:]
@@ -158,7 +163,7 @@ def test_a_mean_is_bold_from_the_best_published_return_on():
 
 
 def test_a_mean_of_more_than_a_million_frames_is_not_bold():
-    groups = [page.Group([_run(0, [9e9], frames_asked=n)]) for n in (1_000_000, 1_500_000)]
+    groups = [_group(_run(0, [9e9], frames_asked=n)) for n in (1_000_000, 1_500_000)]
     bold, plain = page.returns_table(groups).splitlines()[2:]
     assert "| **9,000,000,000** |" in bold
     assert "**" not in plain
@@ -170,9 +175,9 @@ def test_of_fewer_than_five_seeds_the_interval_is_their_range():
 
 def test_the_share_of_the_best_published_return_is_over_runs_of_a_million_frames_alone():
     short = _run(0, [0.0], frames_asked=300_000)
-    groups = [page.Group([short]), page.Group([_run(0, [2608.0])])]
+    groups = [_group(short), _group(_run(0, [2608.0]))]
     assert page.overall_lines(groups) == "- appo, 1 tasks: 1.00"
-    groups[1] = page.Group([_run(seed, [2608.0]) for seed in range(5)])
+    groups[1] = _group(*[_run(seed, [2608.0]) for seed in range(5)])
     assert page.overall_lines(groups) == "- appo, 1 tasks: 1.00 [1.00, 1.00]"
 
 
@@ -190,14 +195,14 @@ def test_every_recorded_command_gives_the_recorded_settings():
 
 
 def test_the_command_has_the_settings_that_the_task_does_not_have_today():
-    group = page.Group([_run(0, [1.0], settings={"lr": 0.5, "hidden": [8, 4], "fused": True})])
+    group = _group(_run(0, [1.0], settings={"lr": 0.5, "hidden": [8, 4], "fused": True}))
     assert page.command(group) == (
         "make learn TASK=Hopper-v5 ALGO=appo FRAMES=1000000 SEEDS=0 SET='lr=0.5 hidden=8,4'"
     )
 
 
 def test_the_command_evaluates_as_often_as_the_runs_did():
-    group = page.Group([_run(0, [1.0], evaluate_every=500)])
+    group = _group(_run(0, [1.0], evaluate_every=500))
     assert " SEEDS=0 EVERY=500" in page.command(group)
 
 
@@ -205,7 +210,7 @@ def test_the_command_evaluates_as_often_as_the_runs_did():
 
 
 def test_an_entry_has_the_highest_stated_return_that_every_seed_reached():
-    group = page.Group([_run(0, [2700.0, 3600.0]), _run(1, [0.0, 2700.0])])
+    group = _group(_run(0, [2700.0, 3600.0]), _run(1, [0.0, 2700.0]))
     assert (
         page.result_entries([group])
         == '    BenchmarkResult("Hopper-v5", "appo", 2609, 15, 1500, 2),'
@@ -213,7 +218,7 @@ def test_an_entry_has_the_highest_stated_return_that_every_seed_reached():
 
 
 def test_without_a_stated_return_an_entry_has_the_worst_seeds_last_one():
-    group = page.Group([_run(0, [9.0, 7.5]), _run(1, [9.0, 6.5])])
+    group = _group(_run(0, [9.0, 7.5]), _run(1, [9.0, 6.5]))
     assert (
         page.result_entries([group]) == '    BenchmarkResult("Hopper-v5", "appo", 6, 20, 2000, 2),'
     )
