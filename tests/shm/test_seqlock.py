@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -339,11 +339,10 @@ def test_threads_of_one_process_publish_one_after_the_other():
                 fields = cell.layout.fields
                 cell.publish([torch.full(f.shape, value, dtype=f.dtype) for f in fields])
 
-        threads = [threading.Thread(target=publish, args=(range(i, 2000, 4),)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            assert count_torn(cell, 50, checked=True)[0] == 0
+        with ThreadPoolExecutor(4) as threads:
+            publishing = [threads.submit(publish, range(i, 2000, 4)) for i in range(4)]
+            while not all(one.done() for one in publishing):
+                assert count_torn(cell, 50, checked=True)[0] == 0
         assert cell.version == 2000
 
 
@@ -380,27 +379,16 @@ def test_a_reader_that_is_lapped_in_mid_copy_raises(slots, monkeypatch):
 
 
 def test_a_child_that_is_forked_during_a_publish_is_refused_at_once():
-    with SnapshotCell({"w": torch.zeros(2)}) as cell:
-        cell.publish([torch.ones(2)])
-        held, go = threading.Event(), threading.Event()
+    def publish() -> None:
+        with pytest.raises(SegmentError):
+            _publish(cell, 2)
 
-        def hold() -> None:
-            with cell._publishing:
-                held.set()
-                go.wait(30.0)
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        assert held.wait(30.0)
-
-        def publish() -> None:
-            with pytest.raises(SegmentError):
-                cell.publish([torch.ones(2)])
-
+    with SnapshotCell(_filled(0)) as cell, ThreadPoolExecutor(1) as other:
+        _publish(cell, 1)
+        other.submit(cell._publishing.__enter__).result()
         with forked(publish) as child:
             wait_for(lambda: os.waitpid(child, os.WNOHANG) == (child, 0))
-        go.set()
-        thread.join(30.0)
+        other.submit(cell._publishing.__exit__, None, None, None).result()
 
 
 def test_a_parameter_that_was_published_is_not_kept():
