@@ -241,14 +241,6 @@ def test_a_policy_on_another_device_acts_as_on_the_processor(device, inline):
         assert batches[1][key].device == torch.device("cpu")
 
 
-@pytest.mark.parametrize("use_buffers", [True, False])
-def test_the_dimension_of_time_has_its_name(use_buffers):
-    with appo_collector(actor(), inline=True, use_buffers=use_buffers) as collector:
-        collector.total_frames = 3 * FRAMES  # the ring's slots come round
-        for rollout in collector:
-            assert rollout.names == rollout["next"].names == [None, "time"]
-
-
 @pytest.mark.parametrize("inline", [True, False])
 def test_what_workers_measure_is_among_the_metrics(inline):
     def limit(env: MujocoBatchEnv) -> dict[str, float]:

@@ -142,3 +142,11 @@ def test_what_waits_of_a_round_is_restored_in_its_order_and_then_a_round_begins(
         collector.shutdown()
         with pytest.raises(SegmentClosedError):
             next(batches)
+
+
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_the_dimension_of_time_has_its_name(use_buffers):
+    with appo_collector(make_policy(0.0), inline=True, use_buffers=use_buffers) as collector:
+        collector.total_frames = 3 * FRAMES  # the ring's slots come round
+        for rollout in collector:
+            assert rollout.names == rollout["next"].names == [None, "time"]

@@ -132,39 +132,6 @@ def test_a_state_of_another_task_or_number_of_simulations_changes_nothing():
         env.snapshot()
 
 
-def ends(env: MujocoBatchEnv, steps: int) -> list[list[int]]:
-    """Steps, from 0, at which each simulation's episodes are truncated."""
-    truncated = env.rollout(steps, break_when_any_done=False)["next", "truncated"].squeeze(-1)
-    return [row.nonzero().flatten().tolist() for row in truncated]
-
-
-def test_staggered_first_episodes_end_apart_and_all_later_ones_are_whole():
-    found = ends(make("HalfCheetah-v5", 0, stagger=True), 65)
-    assert all(0 <= first < 20 for first, *_ in found)
-    assert len({first for first, *_ in found}) == N
-    assert all(set(np.diff(steps)) == {20} for steps in found)
-    shortest = {"num_envs": 16, "max_episode_steps": 2, "stagger": True}
-    env = MujocoBatchEnv("HalfCheetah-v5", num_threads=1, seed=0, **shortest)
-    assert {first for first, *_ in ends(env, 4)} == {0, 1}
-    env.close()
-
-
-def test_each_seed_staggers_anew():
-    env = make("HalfCheetah-v5", 0, stagger=True)
-    first = ends(env, 25)
-    env.set_seed(0)
-    assert ends(env, 25) == first
-    env.set_seed(1)
-    assert ends(env, 25) != first
-
-
-def test_a_staggered_environment_is_restored_before_its_first_episodes():
-    one, other = (make("HalfCheetah-v5", seed, stagger=True) for seed in (0, 9))
-    play(other, 30)
-    other.restore(one.snapshot())
-    assert ends(other, 25) == ends(one, 25)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Judged(InvertedPendulum):
     """A pendulum that is judged by a function of its outcome."""

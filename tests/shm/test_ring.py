@@ -1,20 +1,17 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import multiprocessing as mp
 import pickle
-import resource
 import sys
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import psutil
 import pytest
 import torch
 
+from tests.support.descriptors import descriptors, may_open
 from tests.support.processes import DEADLINE, receive, spawned
 from tests.support.rings import (
     attach,
@@ -33,17 +30,6 @@ from torchrl_unilab.shm import ring_writer
 from torchrl_unilab.shm import segment as segment_module
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import RolloutRing
-
-
-@pytest.fixture(scope="module")
-def descriptors() -> Callable[[], int]:
-    """Counts the descriptors that this process holds, without those of garbage."""
-
-    def count() -> int:
-        gc.collect()
-        return psutil.Process().num_fds()
-
-    return count
 
 
 @pytest.mark.parametrize("timeout", [0.01, -1.0, float("nan")])
@@ -100,7 +86,7 @@ REFUSED = [
 ]
 
 
-def test_settings_that_cannot_work_are_refused(descriptors):
+def test_settings_that_cannot_work_are_refused():
     before = descriptors()
     for settings_of_ring, message in REFUSED:
         with pytest.raises(ConfigError, match=message):
@@ -108,15 +94,10 @@ def test_settings_that_cannot_work_are_refused(descriptors):
     assert descriptors() == before
 
 
-def test_more_writers_than_a_process_has_descriptors_for_are_refused(descriptors):
-    before, (soft, hard) = descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 64, hard))
-    try:
-        with pytest.raises(ConfigError, match=r"too many open files .* `ulimit -n`"):
-            make_ring(writers=64)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert descriptors() == before
+def test_more_writers_than_a_process_has_descriptors_for_are_refused():
+    message = r"too many open files .* `ulimit -n`"
+    with may_open(64), pytest.raises(ConfigError, match=message):
+        make_ring(writers=64)
 
 
 def test_a_ring_made_in_inference_mode_is_written_outside_it():
@@ -139,7 +120,7 @@ def test_as_many_slots_as_are_allowed_fit_the_smallest_pipe():
                 assert read(ring) is not None
 
 
-def test_a_ring_larger_than_the_memory_is_refused_and_leaves_nothing(descriptors, monkeypatch):
+def test_a_ring_larger_than_the_memory_is_refused_and_leaves_nothing(monkeypatch):
     layout = BlockLayout.of(stamped(0, 0))
     room = RolloutRing.nbytes(layout, 3, 2)
     monkeypatch.setattr(segment_module, "free_bytes", lambda _: room)
@@ -207,7 +188,7 @@ def test_no_two_processes_are_one_writer():
 # End
 
 
-def test_a_closed_ring_refuses_every_use_and_leaves_nothing(descriptors):
+def test_a_closed_ring_refuses_every_use_and_leaves_nothing():
     before = descriptors()
     ring = make_ring()
     write(ring)
@@ -237,7 +218,7 @@ def test_a_closed_ring_refuses_every_use_and_leaves_nothing(descriptors):
     assert descriptors() == before
 
 
-def test_a_ring_that_is_forgotten_leaves_nothing(descriptors):
+def test_a_ring_that_is_forgotten_leaves_nothing():
     before = descriptors()
     make_ring()
     assert descriptors() == before
