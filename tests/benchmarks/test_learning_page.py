@@ -135,7 +135,6 @@ def test_the_page_is_written_with_every_seed_and_the_published_numbers(tmp_path,
     _write(tmp_path, *(_run(seed, [1000.0 + seed, 2000.0 + seed]) for seed in range(100, 105)))
     assert page.main(["--results", str(tmp_path)]) == 0
     text = (tmp_path / "README.md").read_text()
-    assert text in capsys.readouterr().out
     assert "| 2,100, 2,101, 2,102, 2,103, 2,104 | 2,102 [2,100, 2,104] |" in text
     assert "Tianshou 2,609, Zoo 2,410, CleanRL 2,383" in text
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
@@ -167,6 +166,14 @@ def test_a_mean_of_more_than_a_million_frames_is_not_bold():
     bold, plain = page.returns_table(groups).splitlines()[2:]
     assert "| **9,000,000,000** |" in bold
     assert "**" not in plain
+
+
+def test_the_highest_evaluation_of_each_run_counts_where_all_have_some():
+    points = [[[1.0, 9, mean], [2.0, 99, 3.0]] for mean in (2700.0, 2.0)]
+    evaluated = [_run(seed, [5.0], evaluations=run) for seed, run in enumerate(points)]
+    groups = [_group(*evaluated), _group(*evaluated, _run(2, [5.0]))]
+    rows = page.returns_table(groups).splitlines()[2:]
+    assert [row.split(" | ")[-2] for row in rows] == ["1,352 [3.0, 2,700]", "-"]
 
 
 def test_of_fewer_than_five_seeds_the_interval_is_their_range():
