@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import random
 import weakref
 from collections import deque
@@ -29,6 +30,7 @@ from torchrl_unilab.data.pipeline.transfer import (
 )
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.runtime import trace
 
 CPU = torch.device("cpu")
 COUNT = 6
@@ -80,9 +82,9 @@ class Cuda:
         self.streams.append(ModelStream(self, ["learner", "copier"][len(self.streams)]))
         return self.streams[-1]
 
-    def Event(self) -> ModelEvent:  # noqa: N802
+    def Event(self, *, enable_timing: bool = False) -> ModelEvent:  # noqa: N802
         self.events += 1
-        return ModelEvent(self, self.events)
+        return ModelEvent(self, self.events, enable_timing)
 
     def current_stream(self, device: torch.device) -> ModelStream:
         return self.learner
@@ -113,10 +115,14 @@ class ModelStream:
 
 
 class ModelEvent:
-    def __init__(self, cuda: Cuda, number: int) -> None:
-        self.cuda = cuda
+    def __init__(self, cuda: Cuda, number: int, timed: bool) -> None:
+        self.cuda, self.timed = cuda, timed
         self.name = f"event {number}"
         self.passed: list[bool] = []
+
+    def elapsed_time(self, end: ModelEvent) -> float:
+        assert all(event.timed and event.query() for event in (self, end))
+        return 1.5
 
     def record(self, stream: ModelStream) -> None:
         self.cuda.calls.append(f"{stream.name}: record {self.name}")
@@ -208,6 +214,22 @@ def test_each_step_of_a_slot_waits_for_what_it_must_and_for_nothing_else():
         "acquire": ["learner: wait for event 1"],
         "release": ["learner: record event 2"],
     }
+
+
+def test_a_trace_has_the_time_of_each_copy_from_the_end_of_the_learner_s_work_on(tmp_path):
+    cuda = Cuda()
+    transfer = CUDATransfer([Seeds(COUNT).empty_batch(COUNT)], CPU, cuda=cuda)
+    transfer.submit(0)  # before the trace
+    trace.start(tmp_path / "trace.json")
+    transfer.wait(0)
+    cuda.calls.clear()
+    transfer.submit(0)
+    assert cuda.calls[:2] == ["copier: wait for event 2", "copier: record event 3"]
+    for _ in range(2):
+        transfer.wait(0)
+    events = json.loads(trace.stop().read_text())["traceEvents"]
+    copies = [event["args"]["value"] for event in events if event["name"] == "replay_copy_ms"]
+    assert copies == [1.5]
 
 
 def test_a_tick_is_ready_once_its_copy_has_ended():

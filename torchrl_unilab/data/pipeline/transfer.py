@@ -26,6 +26,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.runtime import trace
 
 _Blocks = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -118,7 +119,7 @@ class CUDATransfer(HostTransfer):
 
     The learner's stream waits for the end of the copy, the copy stream for the end of the
     learner's work. Of the threads only the packing one waits, until the last copy out of the
-    host batch has ended.
+    host batch has ended. A trace has the time of each copy on the device, `replay_copy_ms`.
 
     Args:
         hosts: The host batch of each slot, page-locked.
@@ -136,8 +137,9 @@ class CUDATransfer(HostTransfer):
         super().__init__(batches)
         self._device, self._cuda = device, cuda
         self._stream = cuda.Stream(device)
-        self._copied = [cuda.Event() for _ in hosts]
+        self._copied = [cuda.Event(enable_timing=True) for _ in hosts]
         self._consumed = [cuda.Event() for _ in hosts]
+        self._begun: dict[int, Any] = {}  # where a traced copy that was not waited for began
         for slot in range(len(hosts)):
             self.release(slot)  # the memory may be what earlier work of this stream still reads
         # Also without a close(): no copy outlasts the memory it writes.
@@ -147,6 +149,9 @@ class CUDATransfer(HostTransfer):
     def submit(self, slot: int) -> None:
         """Copy after the learner's work on the batch that was there."""
         self._stream.wait_event(self._consumed[slot])
+        if trace.settings() is not None:
+            begun = self._begun[slot] = self._cuda.Event(enable_timing=True)
+            begun.record(self._stream)
         with self._cuda.stream(self._stream):
             for target, source in self._blocks[slot]:
                 target.copy_(source, non_blocking=True)
@@ -159,6 +164,8 @@ class CUDATransfer(HostTransfer):
     def wait(self, slot: int) -> None:
         """Wait until the copy has ended."""
         self._copied[slot].synchronize()
+        if (begun := self._begun.pop(slot, None)) is not None:
+            trace.counter("replay_copy_ms", begun.elapsed_time(self._copied[slot]))
 
     def acquire(self, slot: int) -> TensorDictBase:
         """Return the batch; the current stream waits for its copy."""
