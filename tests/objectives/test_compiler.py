@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import signal
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch._inductor import config as inductor
@@ -9,10 +14,46 @@ from torch._inductor import config as inductor
 from tests.support.off_policy import assert_equal_parameters, fused, make_loss, transitions_of
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.objectives.compiler import compiled
+from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate
 
+COMPILE = torch.compile
 BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
 
 pytestmark = pytest.mark.usefixtures("double_precision")
+
+
+def _trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the compiler run what it traced as it is, behind its guards."""
+
+    def traced(function, *, options, **kwargs):
+        options.pop("cpp_wrapper")
+        return COMPILE(function, backend="eager", options=options, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", traced)
+
+
+@contextlib.contextmanager
+def _alarms() -> Iterator[list[int]]:
+    """Make interrupts of alarms; list those that came."""
+    sent: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        sent.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    try:
+        yield sent
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _step_until_alarmed(update: FusedOffPolicyUpdate, packed: torch.Tensor, sent: list) -> None:
+    before = len(sent)
+    signal.setitimer(signal.ITIMER_VIRTUAL, random.uniform(1e-6, 4e-3))
+    while len(sent) == before:
+        update.step(packed)
 
 
 def _steps(algorithm: str, settings: dict, *, compiled: bool, **options) -> tuple:
@@ -31,13 +72,12 @@ def _steps(algorithm: str, settings: dict, *, compiled: bool, **options) -> tupl
 
 
 def _assert_compiled_steps_are_the_same(algorithm: str, settings: dict) -> None:
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     (loss, observed), (other, others), (third, thirds) = (
         _steps(algorithm, settings, compiled=compiled, policy_thread=thread)
         for compiled, thread in ((False, False), (True, False), (True, True))
     )
-    assert torch._dynamo.utils.counters["frames"]["ok"] == 4  # two parts, two sizes
+    assert torch._dynamo.utils.counters["frames"]["ok"] == 8  # two updates, two parts, two sizes
     assert not torch._dynamo.utils.counters["graph_break"]
     assert_equal_parameters(loss, other, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(observed, others, equal_nan=True)
@@ -48,11 +88,23 @@ def _assert_compiled_steps_are_the_same(algorithm: str, settings: dict) -> None:
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @BOTH
 def test_traced_steps_are_the_same(algorithm, monkeypatch):
-    monkeypatch.setattr(
-        "torchrl_unilab.objectives.fused.off_policy.compiled",
-        lambda function, **_: torch.compile(function, dynamic=False, backend="eager"),
-    )
+    _trace_only(monkeypatch)
     _assert_compiled_steps_are_the_same(algorithm, {"layer_norm": True, "normalized": True})
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@BOTH
+@pytest.mark.parametrize("thread", [False, True])
+def test_no_interrupt_is_lost_in_compiled_steps(algorithm, thread, monkeypatch):
+    _trace_only(monkeypatch)
+    loss = make_loss(algorithm)
+    with fused(loss, policy_thread=thread) as update, _alarms() as sent:
+        update.compile()
+        packed = update.prepare(transitions_of(loss, 32, 0))
+        update.step(packed)
+        for _ in range(200):
+            with pytest.raises(KeyboardInterrupt):
+                _step_until_alarmed(update, packed, sent)
 
 
 @pytest.mark.slow

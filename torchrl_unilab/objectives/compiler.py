@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from torchrl_unilab.errors import ConfigError
 
+_IN_PYTHON = ("AUTOGRAD_SAVED_TENSORS_HOOKS", "DUPLICATE_INPUT", "SHAPE_ENV")
+"""Kinds of guards that are functions in Python."""
 _REMEDY = "Install g++ and Python's headers, name another compiler by CXX, or leave compile off."
 
 
@@ -44,3 +47,28 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
             raise ConfigError(f"compile: {reason} (expected compiled code). {_REMEDY}") from error
 
     return call
+
+
+def compiled_method(owner: object, name: str, **options: Any) -> Callable[..., Any]:
+    """Return an object's method, `compiled` so that no Ctrl-C is lost in it.
+
+    PyTorch calls guards before compiled code, and takes an error in one for a refusal: an
+    interrupt in a guard written in Python is lost. There is none of them here. As they tell apart
+    objects whose parts are one from those whose parts are two, each object has code of its own.
+
+    Args:
+        owner: The object. Which of the tensors that the method reads are one does not change.
+        name: Its method, which is called without gradients.
+        **options: The compiler's.
+    """
+    of_all = getattr(type(owner), name)
+    parts = of_all.__globals__, name, of_all.__defaults__, of_all.__closure__
+    own = types.FunctionType(of_all.__code__.replace(), *parts)
+    if torch.__version__ >= "2.8":
+        options["guard_filter_fn"] = _without_python
+    return compiled(types.MethodType(own, owner), dynamic=False, options=options)
+
+
+def _without_python(guards: Sequence[Any]) -> list[bool]:
+    """Choose the guards that are not written in Python."""
+    return [guard.guard_type not in _IN_PYTHON for guard in guards]

@@ -22,7 +22,7 @@ from torchrl_unilab.checks import as_choice, as_integer, as_number
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.critics import QValue
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
-from torchrl_unilab.objectives.compiler import compiled
+from torchrl_unilab.objectives.compiler import compiled_method
 from torchrl_unilab.objectives.fused.adam import FlatAdam, flatten, learnable
 from torchrl_unilab.objectives.fused.graphs import SideStream, graphs_of
 from torchrl_unilab.objectives.fused.networks import (
@@ -204,9 +204,9 @@ class FusedOffPolicyUpdate(Owner):
         Raises:
             ConfigError: There is no compiler.
         """
-        options = {"cpp_wrapper": self.observed.device.type == "cpu"}
+        on_cpu = self.observed.device.type == "cpu"
         for name in ("_differentiate_critics", "_differentiate_policy"):
-            setattr(self, name, compiled(getattr(self, name), dynamic=False, options=options))
+            setattr(self, name, compiled_method(self, name, cpp_wrapper=on_cpu))
         self._critics_in_one_thread = True  # faster than to share them with the thread
         self._graphs = graphs_of(self.observed.device, self.ranks)  # without captured steps
 
