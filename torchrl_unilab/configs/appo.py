@@ -107,7 +107,7 @@ class APPOConfig(AlgorithmConfig):
     compile: bool = setting(
         False,
         "torch.compile the loss if `fused` does not apply; takes half a minute and a C++ "
-        "compiler, so it pays off only in long runs",
+        "compiler, so it pays off only in long runs; a Ctrl-C may be lost in it",
     )
     pull: Pull = setting(
         "step",

@@ -139,7 +139,8 @@ class OffPolicyConfig(AlgorithmConfig):
         False,
         "torch.compile the update, which then takes up to a seventh (bfloat16: a third) less time; "
         "needs a C++ compiler, and 15 s before the first update, or 3 s with the cache of an "
-        "earlier run; if `fused` does not apply, the noise has other random numbers",
+        "earlier run; if `fused` does not apply, the noise has other random numbers, and a Ctrl-C "
+        "may be lost",
     )
 
     def __post_init__(self) -> None:
