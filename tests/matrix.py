@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 SETS: dict[str, list[str]] = {
     "pinned": ["-c", str(ROOT / "constraints.txt")],
     "oldest": [
-        "torch==2.7.*",
+        "torch==2.8.*",
         "torchrl==0.14.1",
         "tensordict==0.14.3",
         "gymnasium==1.1.*",
@@ -46,7 +46,7 @@ def run(name: str, tests: list[str]) -> bool:
     code = f"import importlib.metadata as m; print(*map(m.version, {SHOWN!r}))"
     versions = subprocess.check_output([python, "-c", code], text=True).split()
     command = [python, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-q", *tests]
-    # The compiler of PyTorch 2.7 keeps processes, which would be found as children left behind.
+    # The compiler of PyTorch 2.8 keeps processes, which would be found as children left behind.
     own = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     tested = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=False)
     (home / "tests.log").write_text(tested.stdout + tested.stderr)

@@ -64,8 +64,7 @@ def compiled_method(owner: object, name: str, **options: Any) -> Callable[..., A
     of_all = getattr(type(owner), name)
     parts = of_all.__globals__, name, of_all.__defaults__, of_all.__closure__
     own = types.FunctionType(of_all.__code__.replace(), *parts)
-    if torch.__version__ >= "2.8":
-        options["guard_filter_fn"] = _without_python
+    options["guard_filter_fn"] = _without_python
     return compiled(types.MethodType(own, owner), dynamic=False, options=options)
 
 
