@@ -46,8 +46,10 @@ def run(name: str, tests: list[str]) -> bool:
     code = f"import importlib.metadata as m; print(*map(m.version, {SHOWN!r}))"
     versions = subprocess.check_output([python, "-c", code], text=True).split()
     command = [python, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-q", *tests]
-    # The compiler of PyTorch 2.8 keeps processes, which would be found as children left behind.
-    own = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    # PyTorch 2.8's compiler, and what looks up the lines of its C++ errors, keep processes, which
+    # would be found as children left behind.
+    settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCH_DISABLE_ADDR2LINE": "1"}
+    own = os.environ | settings
     tested = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=False)
     (home / "tests.log").write_text(tested.stdout + tested.stderr)
     *_, last = re.findall(r"\d+ (?:passed|failed|error).*", tested.stdout) or ["no tests ran"]
