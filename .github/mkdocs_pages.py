@@ -110,13 +110,13 @@ Two groups have tests of their own. `UniLabShmScheme` under `Collector`, `MultiS
 
 ## Versions
 
-`make test-matrix` runs all tests under each set; Python 3.11 on Linux, 2026-11-23. TorchRL 0.14.1
+`make test-matrix` runs all tests under each set; Python 3.11 on Linux, 2026-11-30. TorchRL 0.14.1
 takes no tensordict 0.15. Under the newest PyTorch its C++ extension loads, and prioritised samplers
 work.
 
 | set | torch | torchrl | tensordict | mujoco | gymnasium | numpy | tests |
 |---|---|---|---|---|---|---|---|
-| pinned | 2.13.0 | 0.14.1 | 0.14.3 | 4.0.0 | 1.4.0 | 2.4.6 | 3,160 pass |
-| oldest | 2.7.1 | 0.14.1 | 0.14.3 | 4.0.0 | 1.1.1 | 2.0.2 | 3,160 pass |
-| newest | 2.15.0 | 0.14.1 | 0.14.3 | 4.0.0 | 1.4.0 | 2.4.6 | 3,160 pass |
+| pinned | 2.13.0 | 0.14.1 | 0.14.3 | 4.0.0 | 1.4.0 | 2.4.6 | 5,896 pass |
+| oldest | 2.8.0 | 0.14.1 | 0.14.3 | 4.0.0 | 1.1.1 | 2.0.2 | 5,894 pass |
+| newest | 2.14.1 | 0.14.1 | 0.14.3 | 4.0.0 | 1.4.0 | 2.4.6 | 5,875 pass |
 """
