@@ -15,7 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torchrl_unilab.errors import ConfigError
 
 _IN_PYTHON = ("AUTOGRAD_SAVED_TENSORS_HOOKS", "DUPLICATE_INPUT", "SHAPE_ENV")
-"""Kinds of guards that are functions in Python."""
+"""Kinds of guards that are functions in Python. Those of sizes, none dynamic, are in C++."""
 _REMEDY = "Install g++ and Python's headers, name another compiler by CXX, or leave compile off."
 
 
