@@ -97,11 +97,12 @@ def test_traced_steps_are_the_same(algorithm, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("thread", [False, True], ids=["alone", "thread"])
 @BOTH
-def test_no_interrupt_is_lost_in_compiled_steps(algorithm, monkeypatch):
+def test_no_interrupt_is_lost_in_compiled_steps(algorithm, thread, monkeypatch):
     _trace_only(monkeypatch)
     loss = make_loss(algorithm)
-    with fused(loss) as update, _alarms() as sent:
+    with fused(loss, policy_thread=thread) as update, _alarms() as sent:
         update.compile()
         packed = update.prepare(transitions_of(loss, 32, 0))
         update.step(packed)

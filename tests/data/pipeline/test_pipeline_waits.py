@@ -84,7 +84,7 @@ def test_what_the_thread_fails_with_is_raised_by_the_call_that_needs_the_batch(t
     with make_pipeline(table) as pipeline:
         pipeline.start_prepare(5, COUNT)
         assert table.sampling.wait(DEADLINE)
-        pipeline._prepared.exception(DEADLINE)  # batch_ready does not wait
+        pipeline._prepared.exception()  # batch_ready does not wait
         with pytest.raises(LookupError, match="these rows cannot be read") as caught:
             getattr(pipeline, ask)(5, COUNT)
         assert "sample" in [frame.name for frame in caught.traceback]  # where it went wrong
@@ -163,7 +163,6 @@ def test_a_pipeline_takes_its_thread_with_it_closed_or_not(table, closed):
     pipeline = make_pipeline(table)
     pipeline.sample_large_batch(0, COUNT)
     (thread,) = set(threading.enumerate()) - before
-    assert not thread.daemon
     if closed:
         pipeline.close()
     del pipeline

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from functools import partial
+from queue import SimpleQueue
 
 import pytest
 import torch
 
 from tests.support.bounds import DEADLINE
+from tests.support.interrupts import Bytecodes
 from tests.support.off_policy import (
     ALL,
     BOTH,
@@ -19,8 +23,11 @@ from tests.support.off_policy import (
     make_loss,
     transitions_of,
 )
+from torchrl_unilab.objectives.fused import threads
 from torchrl_unilab.objectives.fused.networks import ReluNetwork
 from torchrl_unilab.objectives.fused.threads import run_both
+from torchrl_unilab.runtime import worker_thread
+from torchrl_unilab.runtime.worker_thread import Task, WorkerThread
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -29,11 +36,12 @@ pytestmark = pytest.mark.usefixtures("double_precision")
 def busy_thread():
     """A thread that has other work until the test has ended."""
     begun, over = threading.Event(), threading.Event()
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(lambda: (begun.set(), over.wait(DEADLINE)))
-        assert begun.wait(DEADLINE)
-        yield thread
-        over.set()
+    thread = WorkerThread("busy")
+    thread.start(Task(lambda: (begun.set(), over.wait(DEADLINE))))
+    assert begun.wait(DEADLINE)
+    yield thread
+    over.set()
+    thread.close()
 
 
 def test_the_caller_takes_back_what_a_busy_thread_has_not_begun(busy_thread):
@@ -48,9 +56,31 @@ def test_after_an_error_a_busy_thread_has_nothing_left_to_run(busy_thread, faili
     parts[failing] = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         run_both(busy_thread, parts["main"], parts["side"])
-    later = busy_thread.submit(ran.append, "later")
+    later = Task(partial(ran.append, "later"))
+    busy_thread.start(later)
     assert later.cancel()  # not begun either
     assert ran == ([] if failing == "main" else ["main"])
+
+
+def test_an_interrupt_leaves_nothing_running_and_the_thread_ready_for_more():
+    thread = WorkerThread("side")
+    for nth in itertools.count(1):
+        begun, noted = SimpleQueue(), []
+
+        def side(begun=begun, noted=noted):
+            noted.append("begun")
+            begun.put(True)
+            time.sleep(0.002)  # the caller, who does not wait, would be gone
+            noted.append("ended")
+
+        call = partial(run_both, thread, partial(begun.get, timeout=DEADLINE), side)
+        interrupted = Bytecodes(nth, [threads, worker_thread]).interrupts(call)
+        assert noted in ([], ["begun", "ended"])
+        assert run_both(thread, lambda: 1, lambda: 2) == (1, 2)
+        if not interrupted:
+            break
+    thread.close()
+    assert nth > 30
 
 
 # The policy's thread of an update
@@ -89,7 +119,7 @@ def test_the_thread_takes_a_critic_s_gradients_in_steps_without_the_policy(algor
     with fused(loss, policy_thread=True) as update:
         packed = update.prepare(transitions_of(loss, 32, 0))
         update.step(packed, update_policy=False)
-    assert sorted(threads) == ["MainThread", "policy_0"]
+    assert sorted(threads) == ["MainThread", "policy"]
 
 
 @pytest.mark.parametrize("first", ["_differentiate_policy", "_differentiate_critics"])

@@ -15,11 +15,10 @@ samples::
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,6 +30,7 @@ from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.runtime.worker_thread import Task, WorkerThread
 from torchrl_unilab.shm.segment import Owner, closed_error
 
 SLOTS = 2
@@ -147,12 +147,12 @@ class DoubleBufferReplayPipeline(Owner):
         self._source = source
         self._hosts = [source.empty_batch(sample_count, pin_memory=pinned) for _ in range(SLOTS)]
         self._transfer = make_transfer(self._hosts)
-        self._thread = ThreadPoolExecutor(1, "replay-packer") if packer == "thread" else None
+        self._thread = WorkerThread("replay-packer") if packer == "thread" else None
         self._timeout, self._process = timeout, os.getpid()
-        self._closing, self._dropping = threading.Event(), threading.Event()
+        self._closing = self._dropping = False
         self._cold_slot = 0  # where the next batch is prepared; the other slot is hot
         self._cold_tick: int | None = None  # the tick that is prepared there, if one is
-        self._prepared: Future[ReplayTickMetadata] = Future()  # its packing and submission
+        self._prepared: Task[ReplayTickMetadata]  # its packing and submission
         self._hot_tick: int | None = None  # the tick that the learner is learning from, if any
         self.sample_count = sample_count
         self.base_seed = base_seed
@@ -213,11 +213,12 @@ class DoubleBufferReplayPipeline(Owner):
                 f"cannot prepare tick {tick_id}: tick {self._cold_tick} has not been consumed "
                 f"(expected it to be). Call sample_large_batch({self._cold_tick}, ...) first."
             )
+        self._prepared = Task(partial(self._prepare, tick_id, rows))
         if self._thread is not None:
-            self._prepared = self._thread.submit(self._prepare, tick_id, rows)
+            self._thread.start(self._prepared)
         else:
-            self._prepared = Future()
-            self._prepared.set_result(self._prepare(tick_id, rows))
+            self._prepared.run()
+            self._prepared.result()
         self._cold_tick = tick_id
         return True
 
@@ -313,21 +314,18 @@ class DoubleBufferReplayPipeline(Owner):
         """End the tick, and drop the batch that is being prepared, also if that fails."""
         self.after_tick()
         if self._cold_tick is not None:
-            self._dropping.set()
+            self._dropping = True
             try:
                 self._prepared.exception()  # waits for the packing, not for rows to come
             finally:
-                self._dropping.clear()
+                self._dropping = False
             self._cold_tick = None
 
     def close(self) -> None:
-        """End all waiting, in every thread, and free the memory. Idempotent.
-
-        Not for signal handlers: they may interrupt what holds the lock of the packing thread.
-        """
-        self._closing.set()
+        """End all waiting, in every thread, and free the memory. Idempotent."""
+        self._closing = True
         if self._thread is not None:
-            self._thread.shutdown()
+            self._thread.close()
         self._transfer.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -356,8 +354,9 @@ class DoubleBufferReplayPipeline(Owner):
                     f"replay batch: {snapshot.ptr} rows written within {self._timeout:g} s "
                     f"(expected {min_ptr}). See whether the collectors run, or ask for fewer."
                 )
-            if self._closing.wait(_POLL_SECONDS) or self._dropping.is_set():
+            if self._closing or self._dropping:
                 raise closed_error("replay pipeline", "Make a new one.")
+            time.sleep(_POLL_SECONDS)
         return snapshot
 
     def _outcome(self) -> ReplayTickMetadata:
@@ -368,7 +367,7 @@ class DoubleBufferReplayPipeline(Owner):
 
     def _check(self, tick_id: int, sample_count: int) -> int:
         """Return the tick as an int; refuse a call that cannot be served."""
-        if self._closing.is_set():
+        if self._closing:
             raise closed_error("replay pipeline", "Make a new one.")
         if self._thread is not None and self._process != os.getpid():
             raise UsageError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar
 
@@ -36,6 +35,7 @@ from torchrl_unilab.objectives.fused.threads import SideExecutor, run_both
 from torchrl_unilab.objectives.fused.transitions import TransitionRows, Transitions
 from torchrl_unilab.objectives.targets import targets_of
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
+from torchrl_unilab.runtime.worker_thread import WorkerThread
 from torchrl_unilab.shm.segment import Owner
 
 OF_CRITICS = ("loss_qvalue", "q_value", "td_error")
@@ -189,7 +189,7 @@ class FusedOffPolicyUpdate(Owner):
         if self._graphs is not None:
             self._thread = self._graphs.branch()
         elif policy_thread:
-            self._thread = ThreadPoolExecutor(1, "policy")
+            self._thread = WorkerThread("policy")
 
     def _network(self, net: nn.Module, parameters: TensorDictBase) -> Network:
         """Make networks; each step refreshes their copies of parameters."""
@@ -213,8 +213,8 @@ class FusedOffPolicyUpdate(Owner):
     def close(self) -> None:
         """End the policy's thread; a step after it takes none. Idempotent."""
         thread, self._thread = self._thread, None
-        if isinstance(thread, ThreadPoolExecutor):
-            thread.shutdown()
+        if isinstance(thread, WorkerThread):
+            thread.close()
 
     @property
     @abc.abstractmethod

@@ -8,14 +8,14 @@ computations meet once, and sleep. `FusedOffPolicyUpdate` calls it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
 from torchrl_unilab.objectives.fused.graphs import SideStream
+from torchrl_unilab.runtime.worker_thread import Task, WorkerThread
 
-SideExecutor = ThreadPoolExecutor | SideStream | None
+SideExecutor = WorkerThread | SideStream | None
 """Runs work concurrently with the calling thread's; None: there is no such thread or stream."""
 _T = TypeVar("_T")
 _U = TypeVar("_U")
@@ -32,11 +32,12 @@ def run_both(thread: SideExecutor, main: Callable[[], _T], side: Callable[[], _U
         side: Writes nothing that `main` reads or writes, nor does `main` for `side`.
 
     Examples:
-        >>> from concurrent.futures import ThreadPoolExecutor
         >>> from torchrl_unilab.objectives.fused.threads import run_both
-        >>> with ThreadPoolExecutor(1) as thread:
-        ...     run_both(thread, lambda: 1, lambda: 2)
+        >>> from torchrl_unilab.runtime.worker_thread import WorkerThread
+        >>> thread = WorkerThread("side")
+        >>> run_both(thread, lambda: 1, lambda: 2)
         (1, 2)
+        >>> thread.close()
     """
     if thread is None:
         return main(), side()
@@ -47,8 +48,9 @@ def run_both(thread: SideExecutor, main: Callable[[], _T], side: Callable[[], _U
         with torch.inference_mode():  # each thread has a mode of its own
             return side()
 
-    other = thread.submit(infer)
+    other = Task(infer)
     try:
+        thread.start(other)
         return main(), side() if other.cancel() else other.result()
     finally:
         if not other.cancel():
