@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from tensordict import TensorDictBase
 
 from tests.support.acting import make_policy
 from tests.support.collecting import CountingEnv
-from tests.support.interrupts import Bytecodes
+from tests.support.interrupts import each_interrupt
 from tests.support.processes import DEADLINE, live_children
 from torchrl_unilab.collectors import (
     APPOCollector,
@@ -169,25 +168,19 @@ INLINE: dict[str, Any] = {"frames_per_batch": TICK, "inline": True, "timeout": D
 
 def test_rollouts_of_an_inline_collector_are_whole_after_ctrl_c_anywhere_in_a_tick():
     with APPOCollector(CountingEnv, make_policy(0.0), **INLINE) as collector:
-        for nth in itertools.count(1, 3):
-            interrupt = Bytecodes(nth, [service, rollouts, worker])
+        for interrupt in each_interrupt(service, rollouts, worker, least=100, step=3):
             ticks = iter(collector)  # kept: Python 3.12 traces the end of a generator, too
-            if not interrupt.interrupts(partial(next, ticks)):
-                break
+            interrupt.during(partial(next, ticks))
             assert _follows(next(iter(collector)))
             assert not collector.storage.leases
-    assert nth > 100, "the tick was not traced"
 
 
 def test_rows_of_an_inline_collector_are_whole_after_ctrl_c_anywhere_in_a_tick():
     with ReplayCollector(CountingEnv, make_policy(0.0), capacity=TICK, **INLINE) as collector:
-        for nth in itertools.count(1, 3):
+        for interrupt in each_interrupt(service, replay, worker, least=100, step=3):
             before, come = collector.storage.ptr, collector._team.ticks
-            interrupt = Bytecodes(nth, [service, replay, worker])
             ticks = iter(collector)  # kept: Python 3.12 traces the end of a generator, too
-            if not interrupt.interrupts(partial(next, ticks)):
-                break
+            interrupt.during(partial(next, ticks))
             next(iter(collector))
             assert _follows(collector.storage.get(torch.arange(TICK)))
             assert collector.storage.ptr - before == TICK * (collector._team.ticks - come)
-    assert nth > 100, "the tick was not traced"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing as mp
 import os
 import pickle
@@ -11,7 +10,7 @@ import threading
 
 import pytest
 
-from tests.support.interrupts import Bytecodes
+from tests.support.interrupts import each_interrupt
 from torchrl_unilab.errors import PeerGoneError, UsageError
 from torchrl_unilab.runtime import link as link_module
 from torchrl_unilab.runtime.link import Channel, Link
@@ -145,17 +144,13 @@ def test_a_worker_that_answers_at_length_ends_with_its_parent(ends):
 @pytest.mark.parametrize("call", ["flush", "fill"])
 def test_an_interrupt_neither_loses_nor_repeats_a_byte(call, ends):
     sender, reader = map(Channel, ends)
-    for nth in itertools.count(1):
+    for interrupt in each_interrupt(link_module):
+        nth = interrupt.left
         sender.post(nth)
         sender.post("a message")
         if call == "fill":
             sender.flush()
-        interrupted = Bytecodes(nth, [link_module]).interrupts(
-            reader.fill if call == "fill" else sender.flush
-        )
+        interrupt.during(reader.fill if call == "fill" else sender.flush)
         sender.post("another")
         sender.flush()
         assert [reader.take() for _ in range(4)] == [nth, "a message", "another", None]
-        if not interrupted:
-            break
-    assert nth > 8, "the call was not traced"

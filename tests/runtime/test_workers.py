@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import multiprocessing as mp
 import os
 import re
@@ -12,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.bounds import DEADLINE, PROMPT
-from tests.support.interrupts import Bytecodes
+from tests.support.interrupts import each_interrupt
 from tests.support.processes import wait_for, within
 from tests.support.serving import LARGE, gone, make_group, stop_process
 from torchrl_unilab.errors import ConfigError, WorkerError
@@ -185,14 +184,12 @@ def test_a_poll_sees_that_the_worker_failed(lone):
 
 
 def test_an_answer_that_an_interrupt_kept_from_its_caller_is_received_again(group):
-    for nth in itertools.count(1):
+    for interrupt in each_interrupt(link_module, workers_module, least=30):
+        nth = interrupt.left
         group.send(0, "double", nth)
         _wait_for_a_word(group)
-        interrupt = Bytecodes(nth, [link_module, workers_module])
-        if not interrupt.interrupts(lambda: group.receive(0)):
-            break
-        assert group.receive(0, DEADLINE) == 2 * nth
-    assert nth > 30, "the call was not traced"
+        if interrupt.during(lambda: group.receive(0)):
+            assert group.receive(0, DEADLINE) == 2 * nth
 
 
 def test_a_worker_that_does_not_answer_is_an_error(lone):

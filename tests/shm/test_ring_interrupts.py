@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.interrupts import Bytecodes
+from tests.support.interrupts import each_interrupt
 from tests.support.rings import DEAD, attach, check_all_free, make_ring, read, slots_of, write
 from torchrl_unilab.errors import UsageError
 from torchrl_unilab.shm import ring, ring_writer, tokens
@@ -66,18 +66,15 @@ def interrupted(
     overflow: str = "overwrite",
     orphans: bool = False,
 ) -> Iterator[tuple[Parties, Any]]:
-    """Yield parties of which `call` was interrupted: once for each of its points.
+    """Yield parties of which `call` was interrupted, for each of its points, or came to its end.
 
     Before that each slot is accounted for, but for orphaned ones. When the test has made its own
     checks, all parties write and read, and all rollouts are accounted for.
     """
-    for nth in range(1, 10_000):
+    for interrupt in each_interrupt(*MODULES):
         parties = two_of_writer_0_and_one_of_writer_1(overflow)
         prepared = prepare(parties)
-        if not Bytecodes(nth, MODULES).interrupts(partial(call, parties, prepared)):
-            assert nth > 10, "the call was not traced"
-            parties.close()
-            return
+        interrupt.during(partial(call, parties, prepared))
         orphans or parties.check_owners()
         yield parties, prepared
         read_all(parties.reader)
@@ -244,13 +241,11 @@ def test_a_reader_reads_on_after_an_interrupted_recovery():
 
 @pytest.mark.parametrize("again", [False, True])
 def test_rollouts_of_a_dead_writer_keep_their_order_though_its_recovery_was_interrupted(again):
-    for nth in range(1, 10_000):
+    for interrupt in each_interrupt(*MODULES):
         with make_ring(elements=2, slots=3) as ring, attach(ring) as end:
             assert all(write(end) for _ in range(3))
             end._words[ring_writer.PROCESS] = DEAD
-            if not Bytecodes(nth, MODULES).interrupts(partial(ring.recover, 0)):
-                assert nth > 10, "the call was not traced"
-                return
+            interrupt.during(partial(ring.recover, 0))
             if again:
                 ring.recover(0)
             assert [read(ring) for _ in range(3)] == [(0, 1), (0, 2), (0, 3)]

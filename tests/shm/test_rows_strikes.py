@@ -1,4 +1,4 @@
-"""Interrupts, stops and kills at any line or step leave shared rows whole and writable."""
+"""Interrupts, stops and kills at any point or step leave shared rows whole and writable."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ import pytest
 import torch
 
 from tests.support.bounds import PROMPT
+from tests.support.interrupts import each_interrupt
 from tests.support.shared_rows import Batch, again, make_rows, numbered, put, read_all, read_at
-from tests.support.striking import (
-    exit_code_of,
-    forked,
-    interrupt_each_line,
-    kill_self,
-    stop_self,
-    strike_at,
-)
+from tests.support.striking import exit_code_of, forked, kill_self, stop_self, strike_at
 from torchrl_unilab.errors import WaitTimeoutError
 from torchrl_unilab.shm import lock as lock_module
 from torchrl_unilab.shm import rows as rows_module
@@ -60,7 +54,7 @@ def shapes(*cases: tuple[object, ...]) -> pytest.MarkDecorator:
 
 
 @shapes(("append", 1), ("claim", 1), ("rewrite", 1), ("clear", 3), ("replace", 3))
-def test_an_interrupt_at_any_line_leaves_rows_that_others_write_and_read(name, shards):
+def test_an_interrupt_at_any_point_leaves_rows_that_others_write_and_read(name, shards):
     with make_rows(8, shards, timeout=0.5, holding=10) as rows:
         (ask, asked), (answer, answered) = os.pipe(), os.pipe()
         other = again(rows, 0.5)
@@ -70,17 +64,16 @@ def test_an_interrupt_at_any_line_leaves_rows_that_others_write_and_read(name, s
                 check_whole_and_writable(other)
                 os.write(answered, b"1")
 
-        lines = 0
         with forked(serve):
             os.close(answered)
-            for where in interrupt_each_line(lambda: ACTIONS[name](rows), PROTOCOL):
-                lines += 1
+            for interrupt in each_interrupt(*PROTOCOL):
+                interrupt.during(lambda: ACTIONS[name](rows))
+                assert interrupt.leaves_gradients
                 os.write(asked, b"1")
-                assert os.read(answer, 1), f"another process cannot go on after {where}"
+                assert os.read(answer, 1), "another process cannot go on"
                 check_whole_and_writable(rows)
         for descriptor in (ask, asked, answer):
             os.close(descriptor)
-        assert lines > 10
 
 
 def steps_of(name: str, shards: int) -> int:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -22,24 +22,30 @@ _WITHOUT_EFFECT += ("COMPARE", "CONTAINS", "IS_OP", "BINARY", "UNARY", "BUILD", 
 
 @functools.cache
 def _points(code: CodeType) -> frozenset[int]:
-    """The first bytecode, and those after one whose effect outlives the call's frame.
+    """The first bytecode, ends of blocks, and those after one whose effect outlives the frame.
 
     Anywhere else an interrupt leaves what it leaves at the point before.
     """
-    steps = list(dis.get_instructions(code))
+    steps = dis.Bytecode(code)
+    ends = [block.end for block in steps.exception_entries]
     after = (
         step.offset
         for last, step in itertools.pairwise(steps)
         if not last.opname.startswith(_WITHOUT_EFFECT)
     )
-    return frozenset({steps[0].offset, *after})
+    return frozenset({0, *after, *ends})
 
 
-class Bytecodes:
-    """Sends SIGINT at the `nth` point of what the given modules execute."""
+class Interrupt:
+    """Sends SIGINT at the `nth` point of what the given modules execute.
+
+    Attributes:
+        left: How many points are left before it; 0 once it was sent.
+        leaves_gradients: Whether gradients were on after the last call.
+    """
 
     def __init__(self, nth: int, modules: Iterable[ModuleType]) -> None:
-        self.left = nth
+        self.left, self.leaves_gradients = nth, True
         self._files = {module.__file__ for module in modules}
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
@@ -49,10 +55,11 @@ class Bytecodes:
         if event == "opcode" and frame.f_lasti in _points(frame.f_code):
             self.left -= 1
             if self.left == 0:
+                sys.stderr.write(f"interrupt in {frame.f_code.co_name}, line {frame.f_lineno}\n")
                 signal.raise_signal(signal.SIGINT)
         return self
 
-    def interrupts(self, call: Callable[[], object]) -> bool:
+    def during(self, call: Callable[[], object]) -> bool:
         """Make the call; return whether it was interrupted."""
         before = sys.gettrace()
         # Between `__enter__` and its block an interrupt leaves the modes that are entered.
@@ -65,4 +72,21 @@ class Bytecodes:
                 return True
             finally:
                 sys.settrace(before)
+                self.leaves_gradients = torch.is_grad_enabled()
         return False
+
+
+def each_interrupt(*modules: ModuleType, least: int = 10, step: int = 1) -> Iterator[Interrupt]:
+    """Give interrupts at the points of a call in turn, to make it with; the last comes too late.
+
+    Args:
+        modules: Whose points they are.
+        least: The call is known to have more points than these.
+        step: From one of the points to the next that is tried.
+    """
+    for nth in itertools.count(1, step):
+        interrupt = Interrupt(nth, modules)
+        yield interrupt
+        if interrupt.left:
+            assert nth > least, "the call was not traced"
+            return

@@ -1,66 +1,19 @@
-"""Strikes at exact points of a protocol: an interrupt at a line, a signal at a step."""
+"""Strikes at exact steps of a protocol: a signal to the process that takes it."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterator
-from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 
-from tests.support.garbage import uncollected
 from tests.support.watching import WatchedWords
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.shards import Parts
-
-
-def interrupt_each_line(
-    action: Callable[[], object], modules: list[ModuleType]
-) -> Iterator[tuple[str, int]]:
-    """Run `action` again and again, interrupted at the first line of `modules`, the second, ...
-
-    Yields:
-        The function and the line that the interrupt came before.
-    """
-    files = {module.__file__ for module in modules}
-    for nth in itertools.count(1):
-        lines = itertools.count(1)
-        where: list[tuple[str, int]] = []
-
-        def trace(
-            frame: FrameType,
-            event: str,
-            _: object,
-            nth: int = nth,
-            lines: Any = lines,
-            where: Any = where,
-        ) -> Any:
-            if frame.f_code.co_filename not in files:
-                return None
-            if event == "line" and not where and next(lines) == nth:
-                where.append((frame.f_code.co_name, frame.f_lineno))
-                raise KeyboardInterrupt
-            return trace
-
-        before = sys.gettrace()
-        with uncollected():
-            sys.settrace(trace)
-            try:
-                action()
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(before)
-        assert torch.is_grad_enabled(), f"an interrupt at {where} leaves gradients off"
-        if not where:
-            return
-        yield where[0]
 
 
 @contextlib.contextmanager

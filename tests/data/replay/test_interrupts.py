@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 
-from tests.support.interrupts import Bytecodes
+from tests.support.interrupts import each_interrupt
 from tests.support.transitions import replay_of, transitions
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.data.replay import shared
@@ -43,16 +44,12 @@ def test_a_replay_that_another_thread_closes_meanwhile_says_so(use, monkeypatch)
 
 
 def test_after_an_interrupt_in_the_first_write_a_copy_has_the_same_rows():
-    for nth in range(1, 1000):
+    schema = TensorSchema.of(transitions(1)[0])
+    for interrupt in each_interrupt(shared):
         with PackedReplayStorage(10) as storage:
-            interrupted = Bytecodes(nth, [shared]).interrupts(
-                lambda storage=storage: storage.initialize(TensorSchema.of(transitions(1)[0]))
-            )
+            interrupt.during(partial(storage.initialize, schema))
             storage.append(transitions(1))
 
             copy.copy(storage).append(transitions(2))
 
-            assert len(storage) == 3, nth
-        if not interrupted:
-            assert nth > 10, "the call was not traced"
-            return
+            assert len(storage) == 3

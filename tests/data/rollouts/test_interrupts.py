@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from tests.support.interrupts import Bytecodes
+from tests.support.interrupts import each_interrupt
 from tests.support.rollouts import make_rollout, values
 from torchrl_unilab.data import RolloutRingStorage
 from torchrl_unilab.data.rollouts import shared
@@ -38,13 +39,11 @@ def held(storage: RolloutRingStorage) -> list[int]:
     ids=["acquire", "acquire_all", "wait", "state_dict", "get", "draw", "release", "sample"],
 )
 def test_an_interrupted_call_of_the_reader_loses_and_doubles_no_rollout(call: Call):
-    for nth in range(1, 10_000):
+    for interrupt in each_interrupt(*MODULES):
         with RolloutRingStorage(3, example=make_rollout()) as storage:
             storage.write_all([make_rollout(value) for value in (1, 2, 3)])
             storage.wait(0.0)
-            if not Bytecodes(nth, MODULES).interrupts(lambda: call(storage)):
-                assert nth > 10, "the call was not traced"
-                return
+            interrupt.during(partial(call, storage))
 
             found = held(storage)
 
@@ -56,12 +55,11 @@ def test_an_interrupted_call_of_the_reader_loses_and_doubles_no_rollout(call: Ca
 
 
 def test_positions_that_were_drawn_are_void_once_an_interrupted_acquire_took_one():
-    for nth in range(1, 10_000):
+    for interrupt in each_interrupt(*MODULES):
         with RolloutRingStorage(3, example=make_rollout()) as storage:
             storage.write_all([make_rollout(value) for value in (1, 2, 3)])
             drawn = storage.draw(1)
-            if not Bytecodes(nth, MODULES).interrupts(storage.acquire):
-                return
+            interrupt.during(storage.acquire)
 
             leased = len(storage.leases)
 
