@@ -25,7 +25,7 @@ PRIVATE = {
     "_weight_sync_schemes",
     "torchrl.collectors._single": "_wrapped_policy",
     "torchrl.data.replay_buffers.samplers.base": "_rng",
-    "torchrl.data.replay_buffers.samplers.prioritized": "_alpha _beta _device _eps _init "
+    "torchrl.data.replay_buffers.samplers.prioritized": "_alpha _device _eps _init "
     "_max_capacity _max_priority _max_priority_within_buffer _maybe_erase_max_priority _min_tree "
     "_recompute_max_priority_from_tree _sum_tree",
     "torchrl.data.replay_buffers.samplers.random": "_remaining_batches",
@@ -53,9 +53,9 @@ PRIVATE = {
     "_process_optim_batch_ops _stop_training",
     "torchrl.weight_update.utils": "_resolve_model",
     "torchrl.weight_update.weight_sync_schemes": "_context_ref _init_on_receiver_impl "
-    "_init_on_sender_impl _initialized_on_receiver _initialized_on_sender _model_id "
+    "_init_on_sender_impl "
     "_setup_connection_and_weights_on_receiver_impl _setup_connection_and_weights_on_sender_impl "
-    "_shared_transport _strategy _worker_idx",
+    "_shared_transport _worker_idx",
     "tensordict.base": "_new_unsafe",
     "tensordict.nn.params": "_param_td",
     "torch": "_foreach_copy_ _foreach_lerp_ _fused_adam_",
@@ -64,7 +64,7 @@ PRIVATE = {
     "_forward_pre_hooks _non_persistent_buffers_set _parameters",
     "torch._tensor": "_backward_hooks _post_accumulate_grad_hooks",
     "mujoco": "_callbacks",
-    "argparse": "_ActionsContainer _actions",
+    "argparse": "_actions",
 }
 """Module that has the names, to the names."""
 

@@ -175,7 +175,9 @@ def _add_algorithms(
         others = [
             f.name for f in dataclasses.fields(defaults) if f.metadata["of"] not in (None, name)
         ]
-        add_settings(group, type(defaults), vars(defaults), skip=["algorithm", *others])
+        add_settings(
+            group.add_argument, type(defaults), vars(defaults), skip=["algorithm", *others]
+        )
 
 
 def _add_training(train: argparse.ArgumentParser) -> None:
@@ -192,7 +194,7 @@ def _add_training(train: argparse.ArgumentParser) -> None:
     add("--config", type=path, metavar="FILE", help="repeat a run, by its config.yaml and flags")
     add("--print-config", action="store_true", help="print the config.yaml of the run, and end")
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
-    add_settings(train, RunConfig, defaults, skip=["progress_bar"])
+    add_settings(add, RunConfig, defaults, skip=["progress_bar"])
     flag = argparse.BooleanOptionalAction
     add("--progress", dest="progress_bar", action=flag, help="show the progress bar (default)")
     train.set_defaults(run=_train)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torchrl_unilab.configs.settings import Settings
@@ -18,12 +18,12 @@ _NONE = object()
 
 
 def add_settings(
-    group: argparse._ActionsContainer,
+    add_argument: Callable[..., object],
     kind: type[Settings],
     defaults: Mapping[str, Any],
     skip: Collection[str] = (),
 ) -> None:
-    """Add a flag per setting; a flag that is not given is None."""
+    """Add a flag per setting, by a parser's method; a flag that is not given is None."""
     types, kinds = typing.get_type_hints(kind), kind.kinds()
     for field in dataclasses.fields(kind):
         if field.name in skip:
@@ -34,7 +34,7 @@ def add_settings(
         if default is not dataclasses.MISSING:
             text += f" (default: {default})"
         flag = "--" + field.name.rstrip("_").replace("_", "-")
-        group.add_argument(flag, dest=field.name, default=None, help=text, **arguments)
+        add_argument(flag, dest=field.name, default=None, help=text, **arguments)
 
 
 def argument(kind: Any) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class UniLabRayScheme(WeightSyncScheme):
         if context is not None:  # a RayCollector, whose collectors would fail in their own words
             check_collector_class(context.collector_class)
             self.context = context
-        self._model_id, self.model = model_id, model
+        self.model_id, self.model = model_id, model
         self._nodes = len(remote_collectors)
         tensors = named_tensors(model)
         self._layout = BlockLayout.of(tensors)

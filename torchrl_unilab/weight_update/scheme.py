@@ -129,7 +129,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             first_version=self.first_version,
             casts=initial.casts,
         )
-        self._model_id = model_id
+        self.model_id = model_id
         if context is not None:
             self.context = context
 
@@ -153,7 +153,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             cell.become_reader(0, cell.version)
         else:
             receiver = WeightReceiver(cell, 0, private=False)
-            receiver.pull(find_model(context, self._model_id))
+            receiver.pull(find_model(context, self.model_id))
 
     def send(
         self,
@@ -179,7 +179,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             SegmentError: Another living process publishes for this scheme.
         """
         if not self.synchronized_on_sender:
-            first = "connect" if self._initialized_on_sender else "init_on_sender"
+            first = "connect" if self.initialized_on_sender else "init_on_sender"
             raise UsageError(_TOO_EARLY.format("send", first))
         transport = self._shared_transport or self._require_transport()
         with span("publish"):
@@ -203,7 +203,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         """
         context = self.context
         if type(self).prepare_weights is not WeightSyncScheme.prepare_weights:
-            return self.prepare_weights(weights, self._model_id, self._strategy, context)
+            return self.prepare_weights(weights, self.model_id, self.strategy, context)
         if not (weights is None or isinstance(weights, str)):
             return weights
         if weights is None and self._initial_model is not None:
@@ -218,7 +218,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 f"cannot publish the model {weights!r}: the scheme has no collector (expected "
                 "the one that holds it). Pass the model itself."
             )
-        name, model = self._model_id if weights is None else weights, None
+        name, model = self.model_id if weights is None else weights, None
         if context is not None and name is not None:
             model = _resolve_model(context, name)
             if model is None and weights is None:  # a policy factory, and perhaps a policy, too
@@ -267,7 +267,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 model = _resolve_model(context, model_id)
             if worker_idx is None:
                 worker_idx = getattr(context, "worker_idx", None)
-        self._model_id, self.worker_idx = model_id, worker_idx
+        self.model_id, self.worker_idx = model_id, worker_idx
         if model is not None:
             self.model = model
         if context is not None:  # else the one that there is stays: an inference server's
@@ -285,7 +285,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             )
         self.worker_idx = worker_idx
         self._receiver = WeightReceiver(self._require_transport().cell(worker_idx), worker_idx)
-        self._receiver.pull(checked_module(self.model, self._model_id or "policy"))
+        self._receiver.pull(checked_module(self.model, self.model_id or "policy"))
         # Sub-collectors need the initial weights forwarded. An inference server already has them,
         # and counts each forwarded version as an update.
         if isinstance(self.context, BaseCollector):
@@ -295,7 +295,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     def context(self, context: Any) -> None:
         """Set the collector this scheme serves; one in a worker pulls from then on."""
         WeightSyncScheme.context.fset(self, context)
-        if self._initialized_on_receiver and isinstance(context, Collector):
+        if self.initialized_on_receiver and isinstance(context, Collector):
             pull_in_rollouts(context, self)
             if self._receiver is not None:  # the scheme was connected before it got a context
                 self._forward_weights(self._receiver)
@@ -329,11 +329,11 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         """Tell the context the applied version, or forward the weights themselves."""
         context = self.context
         if isinstance(context, Collector) and not context._weight_sync_schemes:
-            if self._model_id in (None, "policy"):
+            if self.model_id in (None, "policy"):
                 context._set_received_policy_version(receiver.applied)
         elif isinstance(context, AcceptsWeights):
             context.update_policy_weights_(
-                model_id=self._model_id or "policy", policy_or_weights=receiver.weights()
+                model_id=self.model_id or "policy", policy_or_weights=receiver.weights()
             )
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
@@ -346,7 +346,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             The applied weights, or None if there was nothing new.
         """
         if not self.synchronized_on_receiver:
-            first = "connect" if self._initialized_on_receiver else "init_on_receiver"
+            first = "connect" if self.initialized_on_receiver else "init_on_receiver"
             raise UsageError(_TOO_EARLY.format("receive", first))
         if poll_while(lambda: not self.pull(), timeout or 0.0, POLL_SECONDS):
             return None
@@ -388,7 +388,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         Workers keep their weights. A copy, or a receiver, only forgets the memory.
         """
         if (transport := self.__dict__.get("_shared_transport")) is not None:
-            if self._initialized_on_sender:
+            if self.initialized_on_sender:
                 transport.close()
             self._shared_transport = None
             self._clear_local()

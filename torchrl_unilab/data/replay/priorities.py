@@ -87,7 +87,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         max_priority_within_buffer: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        for what, number in (("alpha", alpha), ("beta", beta), ("eps", eps)):
+        for what, number in (("alpha", alpha), ("eps", eps)):
             _check_number(what, number)
         name, remedy = "PackedPrioritizedSampler", "Choose one of them."
         where = None if device is None else torch.device(device).type
@@ -100,7 +100,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         as_choice(f"{name} reduction", reduction, ("max", "min", "median", "mean"), remedy)
         # Not PrioritizedSampler's: it warns if TorchRL's C++ extension is missing.
         Sampler.__init__(self)
-        self._max_capacity, self._alpha, self._beta, self._eps = max_capacity, alpha, beta, eps
+        self._max_capacity, self._alpha, self._eps, self.beta = max_capacity, alpha, eps, beta
         self.dtype, self.reduction = dtype, reduction
         self._max_priority_within_buffer = max_priority_within_buffer
         self._device = None
@@ -304,7 +304,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             # Drop priorities of rows that the storage no longer has, and draw again.
             self._sum_tree[torch.arange(count, self._max_capacity, device="cpu")] = 0.0
             return self.sample(storage, batch_size)
-        weight = (self._sum_tree[index] / least).pow(-self._beta)
+        weight = (self._sum_tree[index] / least).pow(-self.beta)
         return index, {"priority_weight": weight}
 
     def _check_capacity(self, rows: int) -> None:
