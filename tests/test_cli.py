@@ -366,20 +366,6 @@ def test_the_command_to_resume_can_be_pasted(tmp_path, monkeypatch, capsys):
     assert "train appo --run-dir 'a run' --resume" in capsys.readouterr().err
 
 
-def test_the_config_of_a_run_with_an_environment_of_its_own_is_refused(tmp_path, capsys):
-    file = tmp_path / "config.yaml"
-    file.write_text("algo: appo\nown_environment: true\n")
-    assert main(["train", "appo", "--config", str(file)]) == 2
-    assert "the run was given create_env" in capsys.readouterr().err
-
-
-def test_a_setting_whose_name_is_a_number_is_unknown(tmp_path, capsys):
-    file = tmp_path / "config.yaml"
-    file.write_text("algo: appo\n1: 3\n")
-    assert main(["train", "appo", "--config", str(file)]) == 2
-    assert "1: unknown" in capsys.readouterr().err
-
-
 def test_a_rank_that_is_no_number_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "x")
     command = ["train", "appo", "--env", "Hopper-v5", "--frames", "5"]

@@ -92,22 +92,25 @@ def test_without_standard_output_a_command_succeeds():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+FILM = {"run_dir": "run", "video": "a.mp4", "episodes": 1, "max_steps": None, "seed": 0}
+FILM |= {"best": False, "width": 640, "height": 480, "camera": None, "deterministic": True}
+
+
 @pytest.mark.parametrize(
-    ("flags", "name", "value"),
+    ("flags", "told"),
     [
-        ("", "deterministic", True),
-        ("--no-deterministic", "deterministic", False),
-        ("--best", "best", True),
-        ("", "camera", None),
-        ("--camera -1", "camera", -1),
-        ("--camera 2", "camera", 2),
-        ("--camera track", "camera", "track"),
+        ("", {}),
+        ("--no-deterministic", {"deterministic": False}),
+        ("--best", {"best": True}),
+        ("--camera -1", {"camera": -1}),
+        ("--camera 2", {"camera": 2}),
+        ("--camera track", {"camera": "track"}),
     ],
 )
-def test_a_film_is_made_as_was_asked(flags, name, value, monkeypatch):
+def test_a_film_is_made_as_the_help_says_unless_it_is_told(flags, told, monkeypatch):
     monkeypatch.setattr(torchrl_unilab, "play_run", play := Mock(return_value={}))
     assert main(["play", "--run-dir", "run", "--video", "a.mp4", *flags.split()]) == 0
-    assert play.call_args.kwargs[name] == value
+    assert play.call_args.kwargs == FILM | told
 
 
 def test_a_run_is_evaluated_on_as_many_episodes_as_the_help_says(monkeypatch):
@@ -130,16 +133,6 @@ def test_the_end_of_a_job_interrupts_as_ctrl_c_does_and_ends_what_was_started(mo
         signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == "interrupted\n"
     child.terminate.assert_called_once_with()
-
-
-FILM = {"run_dir": "run", "video": "a.mp4", "episodes": 1, "max_steps": None, "seed": 0}
-FILM |= {"best": False, "width": 640, "height": 480, "camera": None, "deterministic": True}
-
-
-def test_a_film_is_made_as_the_help_says_unless_it_is_told(monkeypatch):
-    monkeypatch.setattr(torchrl_unilab, "play_run", play := Mock(return_value={}))
-    assert main(["play", "--run-dir", "run", "--video", "a.mp4"]) == 0
-    assert play.call_args.kwargs == FILM
 
 
 @pytest.mark.parametrize(
@@ -253,11 +246,19 @@ def test_what_a_command_cannot_do_without_is_asked_for(arguments, missing, capsy
     assert said.startswith(f"error: the following arguments are required: {missing}. See ")
 
 
-def test_of_a_file_that_lacks_what_a_run_needs_the_rest_is_shown(tmp_path, capsys):
-    file = tmp_path / "mine.yaml"
-    file.write_text("algo: appo\nenv: Hopper-v5\n")
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("own_environment: true", "the run was given create_env"),
+        ("1: 3", "1: unknown"),
+        ("env: Hopper-v5", "--env Hopper-v5, --frames None (expected both)"),
+    ],
+)
+def test_a_config_that_cannot_be_repeated_is_refused_with_the_reason(lines, said, tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"algo: appo\n{lines}\n")
     assert main(["train", "appo", "--config", str(file)]) == 2
-    assert "--env Hopper-v5, --frames None (expected both)" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_in_a_directory_that_is_gone_a_command_ends_with_one_line(monkeypatch, capsys):

@@ -34,12 +34,10 @@ from tests.benchmarks import stock_sac
 from tests.benchmarks.bench_off_policy_update import ACTION, OBSERVATION, plain_update
 from tests.benchmarks.beside import neighbours
 from tests.support.off_policy import make_transitions
-from torchrl_unilab.collectors import ReplayCollector
+from tests.support.off_policy_training import off_policy_trainer
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.limits import available_cores
-from torchrl_unilab.trainers import OffPolicyConfig, OffPolicyTrainer
-from torchrl_unilab.trainers.runs.builders import build_learner
-from torchrl_unilab.weight_update import UniLabShmScheme
+from torchrl_unilab.trainers import OffPolicyConfig
 
 TASK = "HalfCheetah-v5"
 COMPILED = {"compile": True, "matmul_dtype": "auto"}
@@ -72,33 +70,8 @@ class Watch:
 def run_ours(config: OffPolicyConfig, seed: int, seconds: float) -> float:
     """Train for so long from the first update on; return updates per second."""
     watch = Watch(seconds)
-    torch.manual_seed(seed)
     create = partial(MujocoBatchEnv, TASK, num_envs=config.num_envs, num_threads=available_cores())
-    env = create()
-    learner = build_learner(env, config)
-    env.close()
-    scheme = UniLabShmScheme()
-    collector = ReplayCollector(
-        create,
-        learner.actor,
-        capacity=config.capacity,
-        frames_per_batch=config.frames_per_tick,
-        total_frames=-1,
-        init_random_frames=config.init_random_frames,
-        weight_sync_schemes={"policy": scheme},
-        lockstep=config.sync_collection,
-        seed=seed,
-    )
-    trainer = OffPolicyTrainer(
-        collector=collector,
-        loss_module=learner.loss,
-        total_frames=10**9,
-        config=config,
-        normalizers=learner.normalizers,
-        scheme=scheme,
-        progress_bar=False,
-    )
-
+    trainer = off_policy_trainer(10**9, create, inline=False, seed=seed, **vars(config))
     measured: list[float] = []
 
     def look(batch: TensorDictBase | None = None) -> None:
@@ -112,7 +85,7 @@ def run_ours(config: OffPolicyConfig, seed: int, seconds: float) -> float:
         return measured[0]
     finally:
         trainer.close()
-        collector.shutdown()
+        trainer.collector.shutdown()
 
 
 def run_stock(seed: int, seconds: float) -> float:

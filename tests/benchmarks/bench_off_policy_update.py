@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
+from torchrl.objectives import LossModule, SACLoss, TD3Loss
 
 from tests.benchmarks.peer_homes import SCRIPTS, python_of
 from tests.benchmarks.plain_offpolicy import PlainSAC, PlainTD3
 from tests.benchmarks.turns import race
-from tests.support.off_policy import make_transitions
+from tests.support.off_policy import StockStepper, make_transitions
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.modules.critics import make_q_value
 from torchrl_unilab.modules.squashed import make_sac_actor, make_td3_actor
@@ -57,21 +57,6 @@ def make_loss(algorithm: str, device: str = "cpu") -> LossModule:
         loss = TD3Loss(make_td3_actor(OBSERVATION, ACTION), critic, bounds=(-1.0, 1.0))
     loss.make_value_estimator(gamma=0.99)
     return loss.to(device)
-
-
-def torchrl_step(loss: LossModule, batch: TensorDict) -> Callable[[], object]:
-    """A step by TorchRL's own parts."""
-    adam = torch.optim.Adam(loss.parameters(), lr=LR, fused=True)
-    targets = SoftUpdate(loss, tau=TAU)
-
-    def step() -> None:
-        losses = loss(batch)
-        sum(value for key, value in losses.items() if key.startswith("loss_")).backward()
-        adam.step()
-        adam.zero_grad()
-        targets.step()
-
-    return step
 
 
 def make_update(
@@ -212,7 +197,7 @@ def make_ways(
         "fused": fused(),
         "fused, with its sample": sampled(),
         "fused, bfloat16": fused(**bfloat16),
-        "TorchRL": torchrl_step(make_loss(algorithm, device), batch),
+        "TorchRL": partial(StockStepper(make_loss(algorithm, device), {"": LR}, TAU).step, batch),
     }
     own = {"policy's thread": {"policy_thread": True}} if on_cpu else {"eager": {"graphs": False}}
     for name, setting in own.items():

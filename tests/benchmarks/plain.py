@@ -23,6 +23,7 @@ from torchrl_unilab.envs import make_task
 from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
 from torchrl_unilab.modules import make_actor, make_critic
 from torchrl_unilab.modules.gaussian import HALF_LOG_2PI
+from torchrl_unilab.objectives.appo import kl_adapted_lr
 
 Batches = Mapping[str, torch.Tensor]
 
@@ -165,9 +166,7 @@ class PlainLearner:
             moved = (batch["loc"] - loc).square()
             kl = scale_p.log() - scale_t.log() + (scale_t.square() + moved) / (2 * scale_p.square())
             kl = (kl - 0.5).sum(-1).mean()
-            factor = torch.where(kl > config.desired_kl * 1.2, 1 / 1.1, 1.0)
-            factor = torch.where(kl < config.desired_kl / 1.2, 1.1, factor)
-            self.lr.copy_((self.lr * factor).clamp(1e-5, config.lr))
+            self.lr.copy_(kl_adapted_lr(self.lr, kl, config.desired_kl, config.lr))
             fractions = (ratio != clipped).float().mean(), (log_t > log_b).float().mean()
             return torch.stack([objective, critic_loss, entropy, kl, *fractions])
 

@@ -7,38 +7,28 @@ from functools import partial
 import pytest
 import torch
 
+from tests.support.quick import OFF_POLICY, four_pendulums
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.collectors.arguments import CreateEnv
-from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.trainers import OffPolicyConfig, OffPolicyTrainer
 from torchrl_unilab.trainers.runs.builders import build_off_policy, with_exploration_noise
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-QUICK = {
-    "num_envs": 4,
-    "replay_buffer_n": 100,
-    "batch_size": 16,
-    "learning_starts": 8,
-    "updates_per_step": 2,
-    "hidden": (8,),
-    "physics_threads": 1,
-    "learner_threads": 1,
-}
+QUICK = OFF_POLICY | {"replay_buffer_n": 100, "updates_per_step": 2, "obs_normalization": False}
 BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
-create_pendulum = partial(MujocoBatchEnv, "InvertedPendulum-v5", num_envs=4, num_threads=1)
 
 
 def off_policy_trainer(
     ticks: int = 20,
-    create_env: CreateEnv = create_pendulum,
+    create_env: CreateEnv = four_pendulums,
     *,
     inline: bool = True,
     seed: int = 0,
     **settings: object,
 ) -> OffPolicyTrainer:
-    """A trainer of a pendulum, everything seeded."""
+    """A trainer of a pendulum if not said otherwise, everything seeded."""
     torch.manual_seed(0)
-    config = OffPolicyConfig(**{**QUICK, **settings})
+    config = OffPolicyConfig(**{**QUICK, "sync_collection": not inline, **settings})
     env = create_env()
     learner = build_off_policy(env, config)
     env.close()
@@ -53,7 +43,7 @@ def off_policy_trainer(
         explore=partial(with_exploration_noise, **noise) if config.algorithm == "td3" else None,
         weight_sync_schemes={"policy": scheme},
         inline=inline,
-        lockstep=not inline,
+        lockstep=config.sync_collection and not inline,
         seed=0,
     )
     return OffPolicyTrainer(

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from tensordict import TensorDictBase
 
+from tests.support.quick import APPO, four_pendulums
 from torchrl_unilab.collectors import APPOCollector
-from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-QUICK = {
-    "num_envs": 4,
-    "num_steps": 16,
-    "epochs": 2,
-    "minibatches": 2,
-    "hidden": (8,),
-    "lr": 1e-3,
-    "log_std": -1.0,
-    "anneal": 0.0,
-}
+QUICK = APPO | {"num_envs": 4, "hidden": (8,), "lr": 1e-3, "log_std": -1.0, "anneal": 0.0}
 FRAMES = 64
-
-create_pendulum = partial(MujocoBatchEnv, "InvertedPendulum-v5", num_envs=4, num_threads=1)
 
 
 def appo_loss(config: APPOConfig, normalizer: ObservationNormalizer) -> APPOLoss:
@@ -49,7 +36,7 @@ def appo_trainer(rollouts: int = 5, *, inline: bool = True, **settings: object) 
     scheme = UniLabShmScheme()
     return APPOTrainer(
         collector=APPOCollector(
-            create_pendulum,
+            four_pendulums,
             loss.actor_network,
             frames_per_batch=FRAMES,
             weight_sync_schemes={"policy": scheme},
@@ -86,7 +73,7 @@ def pendulum_rollouts(count: int) -> list[TensorDictBase]:
     """Rollouts of the pendulum under the trainers' first policy."""
     loss = appo_loss(APPOConfig(**QUICK), ObservationNormalizer(4))
     collector = APPOCollector(
-        create_pendulum,
+        four_pendulums,
         loss.actor_network,
         frames_per_batch=FRAMES,
         total_frames=count * FRAMES,

@@ -9,13 +9,13 @@ from torchrl.collectors import Collector
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.objectives import ClipPPOLoss
 
+from tests.support.quick import four_pendulums
 from tests.support.training import (
     FRAMES,
     QUICK,
     appo_loss,
     appo_trainer,
     assert_equal,
-    create_pendulum,
     parameters_of,
     pendulum_rollouts,
     trainer_of,
@@ -170,7 +170,7 @@ def test_a_collector_that_acts_by_another_policy_is_logged(same, monkeypatch):
     monkeypatch.setattr(base.torchrl_logger, "warning", lambda text, *of: told.append(text % of))
     loss = appo_loss(APPOConfig(**QUICK), ObservationNormalizer(4))
     actor = loss.actor_network if same else make_actor(4, 1)
-    with APPOCollector(create_pendulum, actor, frames_per_batch=FRAMES, inline=True) as collector:
+    with APPOCollector(four_pendulums, actor, frames_per_batch=FRAMES, inline=True) as collector:
         trainer_of(collector, loss)
     assert told == [] if same else "APPOTrainer: the collector's policy has no parameter" in told[0]
 
@@ -291,7 +291,7 @@ def test_a_bound_of_the_lag_needs_the_scheme_that_counts_it():
 def test_torchrls_own_collector_will_do():
     loss = appo_loss(APPOConfig(**QUICK), ObservationNormalizer(4))
     collector = Collector(
-        create_pendulum(),
+        four_pendulums(),
         loss.actor_network,
         frames_per_batch=FRAMES,
         total_frames=-1,

@@ -8,7 +8,8 @@ import pytest
 from tensordict import TensorDictBase
 from torch import nn
 
-from tests.support.training import FRAMES, create_pendulum, pendulum_rollouts, trainer_of
+from tests.support.quick import four_pendulums
+from tests.support.training import FRAMES, pendulum_rollouts, trainer_of
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.errors import DivergedError, LayoutKeyError
 from torchrl_unilab.modules import make_actor, make_critic
@@ -34,7 +35,7 @@ class _Auxiliary(APPOLoss):
 def _auxiliary_trainer() -> APPOTrainer:
     loss = _Auxiliary(make_actor(4, 1), make_critic(4))
     settings = {"frames_per_batch": FRAMES, "inline": True}
-    return trainer_of(APPOCollector(create_pendulum, loss.actor_network, **settings), loss)
+    return trainer_of(APPOCollector(four_pendulums, loss.actor_network, **settings), loss)
 
 
 def test_a_further_loss_of_a_subclass_is_learnt_by_from_the_keys_that_it_reads():

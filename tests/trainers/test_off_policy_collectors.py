@@ -10,7 +10,8 @@ from tensordict import TensorDictBase
 from torchrl import logger as torchrl_logger
 from torchrl.collectors import Collector
 
-from tests.support.off_policy_training import BOTH, QUICK, create_pendulum, off_policy_trainer
+from tests.support.off_policy_training import BOTH, QUICK, off_policy_trainer
+from tests.support.quick import four_pendulums
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.replay import transition_keys
 from torchrl_unilab.collectors.worker import closing_env
@@ -22,7 +23,7 @@ from torchrl_unilab.trainers.runs.builders import Learner, build_off_policy
 
 def _learner_and_row(config: OffPolicyConfig) -> tuple[Learner, TensorDictBase]:
     """Networks for a pendulum, and a row of a replay for it."""
-    with closing_env(create_pendulum()) as env:
+    with closing_env(four_pendulums()) as env:
         row = env.fake_tensordict()[0].select(*transition_keys(env))
         return build_off_policy(env, config), row
 
@@ -56,7 +57,7 @@ def test_what_another_collector_yields_is_learnt_from_in_a_replay_of_the_trainer
     steps, batches = 4, 5
     with PackedReplayStorage(100, example=row) as storage:
         collector = APPOCollector(
-            create_pendulum, learner.actor, frames_per_batch=4 * steps, inline=True, seed=0
+            four_pendulums, learner.actor, frames_per_batch=4 * steps, inline=True, seed=0
         )
         trainer = _trainer(collector, learner, storage, config=config)
         trainer.train()
@@ -75,7 +76,7 @@ def test_random_frames_of_another_collector_are_in_the_replay():
     learner, row = _learner_and_row(OffPolicyConfig(**QUICK))
     with PackedReplayStorage(100, example=row) as storage:
         collector = Collector(
-            create_pendulum,
+            four_pendulums,
             learner.actor,
             frames_per_batch=16,
             total_frames=80,
@@ -113,7 +114,7 @@ def test_rollouts_without_a_key_of_the_replays_rows_are_refused():
     row.set("index", torch.tensor(0))
     with PackedReplayStorage(100, example=row) as storage:
         settings = {"frames_per_batch": 16, "inline": True, "seed": 0}
-        collector = APPOCollector(create_pendulum, learner.actor, **settings)
+        collector = APPOCollector(four_pendulums, learner.actor, **settings)
         trainer = _trainer(collector, learner, storage)
         with pytest.raises(LayoutKeyError, match=r"rollouts: no \['index'\] \(expected all"):
             trainer.train()
@@ -126,7 +127,7 @@ def test_a_replay_that_never_has_enough_for_the_first_update_is_refused():
     learner, _ = _learner_and_row(config)
     settings = {"capacity": 16, "frames_per_batch": 4, "inline": True}
     with (
-        ReplayCollector(create_pendulum, learner.actor, **settings) as collector,
+        ReplayCollector(four_pendulums, learner.actor, **settings) as collector,
         pytest.raises(ConfigError, match=r"replay: 16 \(expected an integer of at least 32"),
     ):
         OffPolicyTrainer(

@@ -23,14 +23,8 @@ from torchrl.trainers import (
     UTDRHook,
 )
 
-from tests.support.off_policy_training import (
-    BOTH,
-    QUICK,
-    create_pendulum,
-    equal_states,
-    off_policy_trainer,
-    trained,
-)
+from tests.support.off_policy_training import BOTH, QUICK, equal_states, off_policy_trainer, trained
+from tests.support.quick import four_pendulums
 from torchrl_unilab.errors import ConfigError, DivergedError
 from torchrl_unilab.trainers import OffPolicyTrainer
 
@@ -180,7 +174,7 @@ def test_rewards_are_scaled_by_the_key_that_the_loss_reads_whatever_their_dtype(
         kinds = (torch.float32, torch.float32 if of_floats else torch.int64)
         copied = RenameTransform(["reward"], ["bonus"], create_copy=True)
         cast = DTypeCastTransform(*kinds, in_keys=["bonus"])
-        return TransformedEnv(create_pendulum(), Compose(copied, cast))
+        return TransformedEnv(four_pendulums(), Compose(copied, cast))
 
     seen = []
     for scale in (1.0, 0.25):
