@@ -175,9 +175,7 @@ def _add_algorithms(
         others = [
             f.name for f in dataclasses.fields(defaults) if f.metadata["of"] not in (None, name)
         ]
-        add_settings(
-            group.add_argument, type(defaults), vars(defaults), skip=["algorithm", *others]
-        )
+        add_settings(group.add_argument, type(defaults), vars(defaults), ["algorithm", *others])
 
 
 def _add_training(train: argparse.ArgumentParser) -> None:

@@ -18,8 +18,6 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ import torch
 from torchrl.collectors import MultiAsyncCollector
 from torchrl.weight_update import RayWeightSyncScheme
 
+from tests.support.nodes import STORE, start_cluster
 from torchrl_unilab.distributed import UniLabRayScheme
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.modules import make_actor
@@ -44,23 +43,6 @@ def loopback_bytes() -> int:
     lines = Path("/proc/net/dev").read_text().splitlines()
     (counts,) = (line.split(":")[1].split() for line in lines if line.strip().startswith("lo:"))
     return int(counts[0]) + int(counts[8])
-
-
-@contextmanager
-def cluster() -> Iterator[None]:
-    """The learner's node, and one with the resource ``far``."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    room = {"num_cpus": 1, "object_store_memory": 2**28}
-    local = Cluster(initialize_head=True, head_node_args={**room, "include_dashboard": False})
-    try:
-        local.add_node(**room, resources={"far": 100})
-        ray.init(local.address, log_to_driver=False)
-        yield
-    finally:
-        ray.shutdown()
-        local.shutdown()
 
 
 def make_collector(scheme: Any, node: Any, width: int, actors: int, workers: int) -> Any:
@@ -176,7 +158,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="of each simulation")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with cluster():
+    with start_cluster(1) as nodes:  # the learner's, and one with the resource "far"
+        nodes.add_node(num_cpus=1, object_store_memory=STORE, resources={"far": 100})
         real(options.publishes)
         print(
             f"\nSimulation: rollouts of {ROLLOUT_SECONDS:g} s, {LEARN_SECONDS * 1e3:g} ms to learn "

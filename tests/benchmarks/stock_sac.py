@@ -30,8 +30,9 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import DoubleToFloat, GymEnv, RewardSum, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
-from torchrl.objectives import SACLoss, SoftUpdate
+from torchrl.objectives import SACLoss
 
+from tests.support.off_policy import StockStepper
 from torchrl_unilab.limits import available_cores
 
 FRAMES, BATCH, RANDOM = 1000, 256, 4000
@@ -98,23 +99,13 @@ class Learner:
             critic(self.actor(env.reset()))
         self.loss = SACLoss(self.actor, critic, num_qvalue_nets=2, loss_function="l2")
         self.loss.make_value_estimator(gamma=0.99)
-        self.target = SoftUpdate(self.loss, eps=0.995)
-        groups = (
-            list(self.loss.actor_network_params.flatten_keys().values()),
-            list(self.loss.qvalue_network_params.flatten_keys().values()),
-            [self.loss.log_alpha],
-        )
-        self.optimizers = [torch.optim.Adam(group, lr=3e-4, fused=True) for group in groups]
+        groups = ("actor_network_params", "qvalue_network_params", "log_alpha")
+        self.stepper = StockStepper(self.loss, dict.fromkeys(groups, 3e-4), tau=0.005)
         self.buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1_000_000), batch_size=BATCH)
 
     def update(self) -> None:
         """Take one step."""
-        losses = self.loss(self.buffer.sample())
-        (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        self.target.step()
+        self.stepper.step(self.buffer.sample())
 
 
 def train(

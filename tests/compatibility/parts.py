@@ -177,10 +177,8 @@ WHY = {
 """Why a part differs, or is refused."""
 
 ACTING = TensorDictModule(nn.Identity(), in_keys=["action"], out_keys=["action"])
-PIXELS, TEXT, DISCRETE = "needs pixels", "needs text", "needs discrete actions"
-PACKAGE, ROBOT = "needs a package or weights of others", "needs TorchRL's robots or cells"
+PACKAGE = "needs a package or weights of others"
 EXTENSION = "needs TorchRL's C++ extension, see the replay"
-EMPTY = "abstract, or for other environments"
 
 SAMPLERS: dict[str, Part | str] = {
     "RandomSampler": samplers.RandomSampler,
@@ -264,68 +262,40 @@ ON_SAMPLES: dict[str, Part | str] = {
     "VecNorm": partial(T.VecNorm, **OBSERVATION),
 }
 
-ON_STEPS: dict[str, Part | str] = {
-    "ActionChunkTransform": "for samples of robots' data sets",
+RUN_ON_STEPS: dict[str, Part] = {
     "ActionDiscretizer": partial(T.ActionDiscretizer, 3),
-    "ActionMask": DISCRETE,
     "ActionScaling": partial(T.ActionScaling),
-    "ActionTokenizerTransform": TEXT,
-    "AutoResetTransform": "for environments that reset themselves; ours reset when asked",
-    "BatchSizeTransform": "changes the batch size, which differs",
     "BinarizeReward": T.BinarizeReward,
-    "BurnInTransform": "for samples of recurrent policies",
     "CatFrames": partial(T.CatFrames, 3, -1, **OBSERVATION),
     "CatTensors": partial(T.CatTensors, in_keys=["observation"], out_key="all"),
-    "CenterCrop": PIXELS,
     "ClipTransform": partial(T.ClipTransform, low=-0.1, high=0.1, **OBSERVATION),
     "Compose": lambda: T.Compose(T.StepCounter(), T.RewardSum()),
     "ConditionalPolicySwitch": partial(T.ConditionalPolicySwitch, ACTING, lambda _: False),
     "ConditionalSkip": partial(T.ConditionalSkip, lambda td: torch.zeros(td.shape, dtype=bool)),
-    "Crop": PIXELS,
     "DTypeCastTransform": partial(
         T.DTypeCastTransform, torch.float32, torch.float64, in_keys=["reward"]
     ),
-    "DecodeVideoTransform": PIXELS,
     "DeviceCastTransform": partial(T.DeviceCastTransform, "cpu"),
-    "DiscreteActionProjection": DISCRETE,
     "DoubleToFloat": partial(T.DoubleToFloat, **OBSERVATION),
-    "EndOfLifeTransform": "for Atari",
     "ExcludeTransform": partial(T.ExcludeTransform, "observation"),
     "ExpandAs": partial(T.ExpandAs, "reward", "observation", "wide"),
     "FiniteTensorDictCheck": T.FiniteTensorDictCheck,
-    "FlattenAction": "for actions of several dimensions",
     "FlattenObservation": partial(T.FlattenObservation, -1, -1, **OBSERVATION),
     "FrameSkipTransform": partial(T.FrameSkipTransform, 2),
-    "GrayScale": PIXELS,
     "Hash": partial(
         T.Hash, ["observation"], ["hash"], hash_fn=lambda value: value.sum(-1, keepdim=True)
     ),
     "InitTracker": T.InitTracker,
-    "LineariseRewards": "for several rewards",
-    "MacroPrimitiveTransform": ROBOT,
-    "MeanActionSelector": "for beliefs over states",
     "ModuleTransform": partial(T.ModuleTransform, module=ACTING, inverse=True),
-    "MultiAction": "for chunks of actions",
-    "MultiStepTransform": "for samples, below",
     "NextObservationDelta": partial(T.NextObservationDelta, **OBSERVATION),
-    "NextStateReconstructor": "for samples",
     "NoopResetEnv": partial(T.NoopResetEnv, 2, random=False),
     "ObservationNorm": partial(T.ObservationNorm, 1.0, 2.0, **OBSERVATION),
-    "ObservationTransform": EMPTY,
-    "PermuteTransform": PIXELS,
-    "PinMemoryTransform": "needs a GPU",
-    "PolicyAgeFilter": "for samples, below",
-    "R3MTransform": PACKAGE,
     "RNDTransform": partial(T.RNDTransform, nn.Linear(11, 2), nn.Linear(11, 2), **OBSERVATION),
-    "RandomCropTensorDict": "for samples",
     "RandomTruncationTransform": lambda: T.Compose(
         T.StepCounter(), T.RandomTruncationTransform(3, 9, prob=1.0)
     ),
-    "RayTransform": PACKAGE,
     "RemoveEmptySpecs": T.RemoveEmptySpecs,
     "RenameTransform": partial(T.RenameTransform, ["observation"], ["seen"]),
-    "Resize": PIXELS,
-    "Reward2GoTransform": "for samples, below",
     "RewardClipping": partial(T.RewardClipping, -0.5, 0.5),
     "RewardScaling": partial(T.RewardScaling, 1.0, 2.0),
     "RewardSum": T.RewardSum,
@@ -334,27 +304,48 @@ ON_STEPS: dict[str, Part | str] = {
     "SqueezeTransform": partial(T.SqueezeTransform, -1, in_keys=["reward"]),
     "Stack": partial(T.Stack, in_keys=["observation"], out_key="stacked"),
     "StepCounter": partial(T.StepCounter, 7),
-    "SuccessReward": "for environments that tell success",
     "TargetReturn": partial(T.TargetReturn, 100.0),
     "TensorDictPrimer": lambda: T.TensorDictPrimer(memory=Unbounded(shape=(2,))),
     "TerminateTransform": partial(
         T.TerminateTransform, lambda td: td["observation"][..., :1] < 1.2
     ),
     "TimeMaxPool": partial(T.TimeMaxPool, in_keys=["observation"], T=2),
-    "Timer": "measures time, which differs",
-    "ToTensorImage": PIXELS,
-    "Tokenizer": TEXT,
     "TrajCounter": T.TrajCounter,
     "UnaryTransform": partial(T.UnaryTransform, ["observation"], ["out"], fn=torch.tanh),
     "UnsqueezeTransform": partial(T.UnsqueezeTransform, -1, **OBSERVATION),
-    "VC1Transform": PACKAGE,
-    "VIPRewardTransform": PACKAGE,
-    "VIPTransform": PACKAGE,
-    "VecGymEnvTransform": "for Gymnasium's vector environments",
     "VecNorm": partial(T.VecNorm, **OBSERVATION),
     "VecNormV2": partial(T.VecNormV2, **OBSERVATION),
-    "gSDENoise": "for gSDE's policies",
 }
+
+NOT_ON_STEPS = {
+    "for samples of robots' data sets": "ActionChunkTransform",
+    "needs discrete actions": "ActionMask DiscreteActionProjection",
+    "needs text": "ActionTokenizerTransform Tokenizer",
+    "for environments that reset themselves; ours reset when asked": "AutoResetTransform",
+    "changes the batch size, which differs": "BatchSizeTransform",
+    "for samples of recurrent policies": "BurnInTransform",
+    "needs pixels": "CenterCrop Crop DecodeVideoTransform GrayScale PermuteTransform Resize "
+    "ToTensorImage",
+    "for Atari": "EndOfLifeTransform",
+    "for actions of several dimensions": "FlattenAction",
+    "for several rewards": "LineariseRewards",
+    "needs TorchRL's robots or cells": "MacroPrimitiveTransform",
+    "for beliefs over states": "MeanActionSelector",
+    "for chunks of actions": "MultiAction",
+    "for samples, below": "MultiStepTransform PolicyAgeFilter Reward2GoTransform",
+    "for samples": "NextStateReconstructor RandomCropTensorDict",
+    "abstract, or for other environments": "ObservationTransform",
+    "needs a GPU": "PinMemoryTransform",
+    PACKAGE: "R3MTransform RayTransform VC1Transform VIPRewardTransform VIPTransform",
+    "for environments that tell success": "SuccessReward",
+    "measures time, which differs": "Timer",
+    "for Gymnasium's vector environments": "VecGymEnvTransform",
+    "for gSDE's policies": "gSDENoise",
+}
+"""Transforms that are not run on steps: why, to their names."""
+
+_NOT_RUN = ((name, why) for why, names in NOT_ON_STEPS.items() for name in names.split())
+ON_STEPS: dict[str, Part | str] = dict(sorted([*RUN_ON_STEPS.items(), *_NOT_RUN]))
 
 GROUPS = [
     Group("Samplers", SAMPLERS, _sampler, lambda: _classes(samplers, samplers.Sampler)),

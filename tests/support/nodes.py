@@ -293,7 +293,8 @@ def _strike(cluster: Any, fault: Callable[[Scene], None]) -> tuple[Outcome, set[
             outcome.versions[node].append(version)
             if not struck and min(map(len, outcome.versions.values())) >= 5:
                 pids = collector.remote_collectors[1].get_distant_attr.remote("pids")
-                scene = Scene(cluster, collector, scheme, *ray.get(pids), publisher)
+                (worker,) = ray.get(pids)
+                scene = Scene(cluster, collector, scheme, worker, publisher)
                 processes.update(live_children())
                 fault(scene)
                 struck, version_then = time.monotonic(), scheme.version

@@ -252,10 +252,9 @@ def test_a_run_leaves_what_an_appo_run_leaves_and_can_be_evaluated(off_policy_ru
 def test_several_collectors_feed_one_learner_whose_critics_see_more(tmp_path, algorithm):
     config = OffPolicyConfig(
         algorithm,
-        **QUICK,
+        **QUICK | {"obs_normalization": True},
         num_collectors=2,
         critic_observation="state",
-        obs_normalization=True,
         layer_norm=True,
         n_step=3,
     )
