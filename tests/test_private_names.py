@@ -21,7 +21,7 @@ import torchrl_unilab
 
 ROOT = Path(torchrl_unilab.__file__).parent
 PRIVATE = {
-    "torchrl.collectors._base": "_iter _iteration_started _set_received_policy_version "
+    "torchrl.collectors._base": "_iter _set_received_policy_version "
     "_weight_sync_schemes",
     "torchrl.collectors._single": "_wrapped_policy",
     "torchrl.data.replay_buffers.samplers.base": "_rng",

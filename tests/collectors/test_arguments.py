@@ -323,6 +323,7 @@ def test_hooks_that_would_never_be_called_are_refused():
             with pytest.raises(ConfigError, match=r"hook of APPOCollector: .* \(expected None"):
                 setattr(collector, name, print)
             setattr(collector, name, None)
+        next(iter(collector))
         with pytest.raises(ConfigError, match=r"hook of APPOCollector: .*Profiler"):
             collector.enable_profile()
 

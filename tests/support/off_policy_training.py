@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from tests.support.quick import OFF_POLICY, four_pendulums
-from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.trainers import OffPolicyConfig, OffPolicyTrainer
-from torchrl_unilab.trainers.runs.builders import build_off_policy, with_exploration_noise
+from torchrl_unilab.trainers.runs.builders import build_off_policy, replay_collector
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 QUICK = OFF_POLICY | {"replay_buffer_n": 100, "updates_per_step": 2, "obs_normalization": False}
@@ -33,19 +30,8 @@ def off_policy_trainer(
     learner = build_off_policy(env, config)
     env.close()
     scheme = UniLabShmScheme()
-    noise = {"std_min": config.noise_std_min, "std_max": config.noise_std_max}
-    collector = ReplayCollector(
-        create_env,
-        learner.actor,
-        capacity=config.capacity,
-        frames_per_batch=config.frames_per_tick,
-        init_random_frames=config.init_random_frames,
-        explore=partial(with_exploration_noise, **noise) if config.algorithm == "td3" else None,
-        weight_sync_schemes={"policy": scheme},
-        inline=inline,
-        lockstep=config.sync_collection and not inline,
-        seed=0,
-    )
+    waits = {"inline": inline, "lockstep": config.sync_collection and not inline}
+    collector = replay_collector(create_env, learner.actor, scheme, config, seed=0, **waits)
     return OffPolicyTrainer(
         collector=collector,
         loss_module=learner.loss,

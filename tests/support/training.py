@@ -11,6 +11,7 @@ from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer
+from torchrl_unilab.trainers.runs.builders import ring_collector
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 QUICK = APPO | {"num_envs": 4, "hidden": (8,), "lr": 1e-3, "log_std": -1.0, "anneal": 0.0}
@@ -33,16 +34,10 @@ def appo_trainer(rollouts: int = 5, *, inline: bool = True, **settings: object) 
     config = APPOConfig(**{**QUICK, **settings})
     normalizer = ObservationNormalizer(4)
     loss = appo_loss(config, normalizer)
-    scheme = UniLabShmScheme()
+    scheme, waits = UniLabShmScheme(), {"inline": inline, "lockstep": True}
     return APPOTrainer(
-        collector=APPOCollector(
-            four_pendulums,
-            loss.actor_network,
-            frames_per_batch=FRAMES,
-            weight_sync_schemes={"policy": scheme},
-            inline=inline,
-            lockstep=True,
-            seed=3,
+        collector=ring_collector(
+            four_pendulums, loss.actor_network, scheme, config, seed=3, **waits
         ),
         loss_module=loss,
         total_frames=rollouts * FRAMES,

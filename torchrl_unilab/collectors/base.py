@@ -267,7 +267,6 @@ class WorkerCollector(BaseCollector, abc.ABC):
         Raises:
             SegmentClosedError: Another thread has shut the collector down meanwhile.
         """
-        self._iteration_started = True
         try:
             for batch in self.iterator():
                 self._iter += 1
