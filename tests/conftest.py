@@ -43,13 +43,23 @@ hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_and_seed() -> None:
+def _one_thread_and_seed() -> Iterator[None]:
     """Tensors are small, and threads of several test processes would wait for each other.
 
-    What a test draws does not depend on the tests that its process ran before.
+    What a test draws does not depend on the tests that its process ran before, nor does torch's
+    number of threads, or its default dtype.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    yield
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def double_precision() -> None:
+    """Make float64 the default dtype, so that equations hold to many digits."""
+    torch.set_default_dtype(torch.float64)
 
 
 @pytest.fixture

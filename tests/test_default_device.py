@@ -111,14 +111,10 @@ def test_weights_and_statistics_are_published_and_read():
     stats.close()
 
 
-def test_statistics_and_zeros_are_of_single_precision_whatever_the_default():
-    torch.set_default_dtype(torch.float64)
-    try:
-        stats, transport = SharedObsNormStats(2), UniLabShmTransport.create({"w": (2,)})
-        stats.put(([0.0, 0.5], [1.0, 2.0]))
-        mean, _ = stats.get() or pytest.fail("nothing was put")
-        assert mean.dtype == transport.receive_weights()["w"].dtype == torch.float32
-    finally:
-        torch.set_default_dtype(torch.float32)
+def test_statistics_and_zeros_are_of_single_precision_whatever_the_default(double_precision):
+    stats, transport = SharedObsNormStats(2), UniLabShmTransport.create({"w": (2,)})
+    stats.put(([0.0, 0.5], [1.0, 2.0]))
+    mean, _ = stats.get() or pytest.fail("nothing was put")
+    assert mean.dtype == transport.receive_weights()["w"].dtype == torch.float32
     stats.close()
     transport.close()

@@ -21,8 +21,7 @@ import torchrl_unilab
 
 ROOT = Path(torchrl_unilab.__file__).parent
 PRIVATE = {
-    "torchrl.collectors._base": "_iter _set_received_policy_version "
-    "_weight_sync_schemes",
+    "torchrl.collectors._base": "_iter _set_received_policy_version _weight_sync_schemes",
     "torchrl.collectors._single": "_wrapped_policy",
     "torchrl.data.replay_buffers.samplers.base": "_rng",
     "torchrl.data.replay_buffers.samplers.prioritized": "_alpha _device _eps _init "

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +12,8 @@ from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_criti
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.trainers import APPOConfig
 from torchrl_unilab.trainers.loss_updates import APPOStepper
+
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 OBS, ACT, ENVS, STEPS = 5, 3, 6, 8
 SETTINGS = {
@@ -26,16 +27,6 @@ SETTINGS = {
     "entropy_coeff": 0.01,
     "critic_coeff": 0.7,
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_of_float64() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-    torch.set_num_threads(threads)
 
 
 def _rollouts(seeds: int, *, count: int = 2) -> list[dict[str, torch.Tensor]]:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,11 +61,8 @@ def _trainer(recipe: str, overrides: list[str]) -> Trainer:
 
 
 @pytest.fixture(autouse=True)
-def _logs_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _logs_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def _trained(recipe: str, overrides: list[str]) -> Any:

@@ -50,13 +50,6 @@ COLLECTORS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def _threads_are_as_before() -> Any:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @TRAINERS
 def test_a_seed_makes_the_networks_and_the_data_of_a_run_with_that_seed(
     make, collector, config, tmp_path

@@ -10,14 +10,6 @@ import torch
 
 
 @pytest.fixture
-def double_precision() -> Iterator[None]:
-    """Make float64 the default dtype, so that equations hold to many digits."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture
 def no_looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
     """A context in which nothing may look at a tensor's value: a device would be waited for."""
 

@@ -92,14 +92,11 @@ def test_a_setting_that_differs_from_the_loss_which_counts_is_refused(settings, 
 @pytest.mark.parametrize(("fused", "threads"), [(True, 1), (False, 2)])
 def test_a_fused_update_has_one_thread_others_as_many_as_torch(fused, threads):
     torch.set_num_threads(2)
-    try:
-        trainer, seen = appo_trainer(1, fused=fused), []
-        trainer.register_op("post_optim", lambda: seen.append(torch.get_num_threads()))
-        trainer.train()
-        assert {*seen} == {threads}
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
+    trainer, seen = appo_trainer(1, fused=fused), []
+    trainer.register_op("post_optim", lambda: seen.append(torch.get_num_threads()))
+    trainer.train()
+    assert {*seen} == {threads}
+    assert torch.get_num_threads() == 2
 
 
 @pytest.fixture(scope="module")

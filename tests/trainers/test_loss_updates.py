@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 
@@ -26,17 +25,12 @@ from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
 from torchrl_unilab.trainers.loss_updates import APPOStepper, make_update
 from torchrl_unilab.trainers.runs.builders import Learner, build_learner
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 OBS, ACT, ROWS = 5, 2, 32
 LOW, HIGH = torch.tensor([-0.4, -1.0]), torch.tensor([0.4, 5.0])
 FUSED = pytest.mark.parametrize("fused", [True, False], ids=["fused", "general"])
 NORMALIZED = pytest.mark.parametrize("normalized", [True, False], ids=["normalised", "plain"])
-
-
-@pytest.fixture(autouse=True)
-def _double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def _env(low: torch.Tensor = LOW, high: torch.Tensor = HIGH) -> SimpleNamespace:

@@ -228,13 +228,9 @@ def test_two_ranks_with_the_same_data_equal_one_alone_bit_for_bit(learnt, update
 
 
 @each
-def test_two_ranks_equal_one_with_the_doubled_batch(learnt, update):
-    torch.set_default_dtype(torch.float64)
-    try:
-        with NoNoise():
-            doubled = learn(update, SINGLE_RANK, [None], [0])
-    finally:
-        torch.set_default_dtype(torch.float32)
+def test_two_ranks_equal_one_with_the_doubled_batch(learnt, update, double_precision):
+    with NoNoise():
+        doubled = learn(update, SINGLE_RANK, [None], [0])
     for name, array in learnt[0]["quiet"][update].items():
         np.testing.assert_allclose(array, doubled[name], rtol=0, atol=1e-6, err_msg=name)
 

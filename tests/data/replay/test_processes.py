@@ -44,7 +44,6 @@ def sample_while_written(rows: int, unchecked: int, writers: int) -> tuple[int, 
         unchecked: How many to gather at most, without a look at the words, until one is mixed.
         writers: Shards.
     """
-    torch.set_num_threads(1)
     storage = PackedReplayStorage(8192, example=EXAMPLE, writers=writers)
     bad = bad_unchecked = 0
     with storage, contextlib.ExitStack() as stack:
