@@ -65,32 +65,30 @@ def test_version_1_leaves_what_its_tightest_group_leaves(tmp_path):
     assert cgroup_headroom(tmp_path) == 700
 
 
-@pytest.mark.parametrize(("line", "group"), [("0::/", _v2), ("3:memory:/", _v1)])
-def test_unused_pages_of_files_do_not_count_as_taken(tmp_path, line, group):
-    _write(tmp_path, {"proc/self/cgroup": line, **group("", 1000, 950, inactive=400)})
-    assert cgroup_headroom(tmp_path) == 450
+IN_A_CONTAINER = "0::/docker/0a1b\n"  # whose mount is the group itself
 
 
-@pytest.mark.parametrize(("line", "group"), [("0::/", _v2), ("3:memory:/", _v1)])
-def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path, line, group):
-    _write(tmp_path, {"proc/self/cgroup": line, **group("", 1000, 1200)})
-    assert cgroup_headroom(tmp_path) == 0
-
-
-def test_in_a_container_the_mount_is_the_group_itself(tmp_path):
-    _write(tmp_path, {"proc/self/cgroup": "0::/docker/0a1b\n", **_v2("", 1000, 600)})
-    assert cgroup_headroom(tmp_path) == 400
+@pytest.mark.parametrize(
+    ("line", "group"), [("0::/", _v2), ("3:memory:/", _v1), (IN_A_CONTAINER, _v2)]
+)
+@pytest.mark.parametrize(
+    ("used", "inactive", "left"),
+    [
+        pytest.param(600, 0, 400, id="some is taken"),
+        pytest.param(950, 400, 450, id="unused pages of files do not count as taken"),
+        pytest.param(1200, 0, 0, id="more than the limit is taken"),
+        pytest.param(100, 400, 1000, id="more can be had back than is taken"),
+    ],
+)
+def test_a_group_leaves_what_its_limit_does(tmp_path, line, group, used, inactive, left):
+    _write(tmp_path, {"proc/self/cgroup": line, **group("", 1000, used, inactive)})
+    assert cgroup_headroom(tmp_path) == left
 
 
 def test_without_control_groups_there_is_no_such_limit(tmp_path):
     assert cgroup_headroom(tmp_path) is None
     _write(tmp_path, {"proc/self/cgroup": "0::/\n", **_v2("", "max", 600)})
     assert cgroup_headroom(tmp_path) is None
-
-
-def test_a_group_has_no_more_than_its_limit_whatever_can_be_had_back(tmp_path):
-    _write(tmp_path, {"proc/self/cgroup": "0::/", **_v2("", 1000, 100, inactive=400)})
-    assert cgroup_headroom(tmp_path) == 1000
 
 
 @pytest.mark.parametrize(("headroom", "left"), [(None, 100), (30, 30), (300, 100)])

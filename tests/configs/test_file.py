@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig, RunConfig
@@ -15,11 +18,15 @@ CONFIGS = [
 ]
 
 
+def _read(directory: Path, text: str) -> dict[str, Any]:
+    """Read a file of that text."""
+    (file := directory / "config.yaml").write_text(text)
+    return read_config(file)
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.algorithm)
 def test_what_is_written_is_read_as_the_same_settings(config, tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text(as_yaml(run_settings(RUN, config)))
-    read = read_config(file)
+    read = _read(tmp_path, as_yaml(run_settings(RUN, config)))
     assert [*read.items()] == [*run_settings(RUN, config).items()]
     run, settings = split_settings(read, config.algorithm)
     assert RunConfig(**run) == RUN
@@ -32,33 +39,25 @@ VALUES = ["env: 5", "env:", "frames: 1e-6", "frames: 1.0e+3", "frames:", "seed: 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_file_without_settings_is_refused(text, tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text(text)
     with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read.*expected the settings"):
-        read_config(file)
+        _read(tmp_path, text)
 
 
 @pytest.mark.parametrize("text", VALUES)
 def test_a_value_that_is_none_of_its_kind_is_refused_by_name(text, tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text(text)
     name = text.partition(":")[0]
     with pytest.raises(ConfigError, match=rf"config\.yaml: {name} is .* \(expected (int|str)\)\."):
-        read_config(file)
+        _read(tmp_path, text)
 
 
 def test_a_setting_that_is_there_twice_is_refused(tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text("seed: 1\nlr: 0.1\nseed: 2\n")
     with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read, 'seed' is there twice"):
-        read_config(file)
+        _read(tmp_path, "seed: 1\nlr: 0.1\nseed: 2\n")
 
 
 def test_numbers_with_an_exponent_are_read_as_those_of_flags(tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text("env: 1e6x\nframes: 1e6\nlr: 1e-3\ngamma: 1.0e+0\nentropy_coeff: -2.5e-1\n")
-    read = read_config(file)
-    assert read == {
+    text = "env: 1e6x\nframes: 1e6\nlr: 1e-3\ngamma: 1.0e+0\nentropy_coeff: -2.5e-1\n"
+    assert (read := _read(tmp_path, text)) == {
         "env": "1e6x",
         "frames": 1_000_000,
         "lr": 0.001,
