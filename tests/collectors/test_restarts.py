@@ -282,16 +282,18 @@ def test_one_loss_too_many_is_an_error_that_names_its_cause(opened):
         deque(batches, maxlen=0)
 
 
-def _breaks_again(mark: Path) -> CountingEnv:
-    """Cannot be made a second time by a worker."""
+def _breaks(mark: Path, *, once: bool = False) -> CountingEnv:
+    """Cannot be made where there is a file, which the first worker removes if it is to be once."""
     if mark.exists():
+        if once:
+            mark.unlink()
         raise FileNotFoundError("the robot is gone")
     return CountingEnv()
 
 
 def test_a_worker_that_fails_while_it_takes_a_place_counts_and_is_named(opened, tmp_path):
     mark = tmp_path / "mark"
-    collector = _appo(opened, [partial(_breaks_again, mark)], restart_workers=3)
+    collector = _appo(opened, [partial(_breaks, mark)], restart_workers=3)
     batches = begun(collector)
     mark.touch()
     _end(collector, 0)
@@ -322,17 +324,9 @@ def test_a_worker_lost_while_another_is_replaced_and_that_one_are_both_replaced(
     assert collector.storage.ptr == collector.metrics().frames == 3 * 2 * FRAMES
 
 
-def _breaks_once(mark: Path) -> CountingEnv:
-    """Cannot be made by the first worker that finds a file, which it removes."""
-    if mark.exists():
-        mark.unlink()
-        raise FileNotFoundError("the robot is elsewhere")
-    return CountingEnv()
-
-
 def test_a_worker_that_takes_a_place_at_the_second_try_is_not_replaced_again(opened, tmp_path):
     mark = tmp_path / "mark"
-    collector = _replay(opened, [partial(_breaks_once, mark)], restart_workers=3)
+    collector = _replay(opened, [partial(_breaks, mark, once=True)], restart_workers=3)
     batches = begun(collector)
     mark.touch()
     _end(collector, 0)

@@ -6,13 +6,16 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
+from tests.support.interrupts import each_interrupt
 from tests.support.processes import receive, spawned
 from tests.support.striking import exit_code_of, forked
 from torchrl_unilab.errors import SegmentClosedError, WaitTimeoutError
+from torchrl_unilab.shm import lock as lock_module
 from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.segment import SharedSegment
 
@@ -176,23 +179,13 @@ def test_an_error_while_it_is_held_releases_it():
             assert receive(pipe) == "held"
 
 
-def test_an_interrupt_while_it_is_released_leaves_it_free(monkeypatch):
-    lockf, interrupted = fcntl.lockf, []
-
-    def interrupt(descriptor: int, operation: int, *of: int) -> None:
-        if operation == fcntl.LOCK_UN and not interrupted:
-            interrupted.append(operation)
-            raise KeyboardInterrupt
-        lockf(descriptor, operation, *of)
-
+def test_an_interrupt_at_any_point_leaves_it_free():
     with SharedSegment(64) as segment:
-        monkeypatch.setattr(fcntl, "lockf", interrupt)
+        run = partial(RangeLock(segment, 0.02).run, 0, 1, lambda: None, _holder)
+        for interrupt in each_interrupt(lock_module):
+            interrupt.during(run)
 
-        with pytest.raises(KeyboardInterrupt):
-            RangeLock(segment, 0.02).run(0, 1, lambda: None, _holder)
-
-        with spawned(_hold, segment, 0, 1) as (_, pipe):
-            assert receive(pipe) == "held"
+            assert exit_code_of(run) == 0
 
 
 def test_a_lock_without_a_limit_of_time_is_taken_and_closed():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.descriptors import descriptors, may_open
+from tests.support.interrupts import each_interrupt
 from tests.support.processes import DEADLINE, receive, spawned
 from tests.support.rings import (
     attach,
@@ -26,7 +27,8 @@ from tests.support.rings import (
 from tests.support.striking import exit_code_of
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
 from torchrl_unilab.processes import this_process
-from torchrl_unilab.shm import ring_writer
+from torchrl_unilab.shm import ring as ring_module
+from torchrl_unilab.shm import ring_writer, tokens
 from torchrl_unilab.shm import segment as segment_module
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import RolloutRing
@@ -244,23 +246,15 @@ def test_a_forked_child_that_closes_leaves_its_parents_ring_as_it_is():
         assert write(ring, timeout=0)
 
 
-def test_an_interrupted_close_can_be_finished(monkeypatch):
-    ring, calls = make_ring(slots=2), []
-    segment = ring._segment  # not those of rings that are deleted meanwhile
-    close = segment.close
-
-    def interrupted_once():
-        calls.append(segment)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        close()
-
-    write(ring)
-    monkeypatch.setattr(segment, "close", interrupted_once)
-    with pytest.raises(KeyboardInterrupt):
+def test_an_interrupted_close_can_be_finished():
+    before = descriptors()
+    for interrupt in each_interrupt(ring_module, ring_writer, tokens, segment_module):
+        ring = make_ring(slots=2)
+        write(ring)
+        interrupt.during(ring.close)
         ring.close()
-    ring.close()
-    assert ring.closed
+        assert ring.closed
+        assert descriptors() == before
 
 
 def test_a_forked_writer_that_ends_in_order_is_not_taken_for_dead():
