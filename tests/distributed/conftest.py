@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.nodes import start_cluster
+from tests.support.nodes import start_alone, start_cluster
 from tests.support.processes import has_ended, live_children, wait_for
 
 _RAYS_OWN = (
@@ -38,8 +38,7 @@ def ray_alone() -> Iterator[None]:
     import ray
 
     before = {*live_children()}
-    memory = 80 * 2**20
-    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=memory)
+    start_alone()
     yield
     started = {*live_children()} - before
     ray.shutdown()

@@ -12,7 +12,7 @@ import pytest
 from torchrl.collectors import Collector, MultiAsyncCollector
 
 from tests.support.bounds import DEADLINE
-from tests.support.nodes import IDS, NODES, VERSION, followed, node_of, ray_collector
+from tests.support.nodes import IDS, NODES, VERSION, collecting, followed, node_of, ray_collector
 from tests.support.processes import has_ended, wait_for
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.distributed import UniLabRayScheme
@@ -37,8 +37,7 @@ def test_published_weights_reach_the_workers_of_both_nodes(cluster, collector_cl
     import ray
 
     schemes = followed(UniLabRayScheme()) if mailbox else {"collector_kwargs": nested()}
-    collector = ray_collector(collector_class=collector_class, **schemes)
-    try:
+    with collecting(collector_class=collector_class, **schemes) as collector:
         for parameter in collector.policy.parameters():  # actions have a mean of zero
             parameter.data.zero_()
         collector.update_policy_weights_()
@@ -50,8 +49,6 @@ def test_published_weights_reach_the_workers_of_both_nodes(cluster, collector_cl
                 if collector_class is APPOCollector:
                     assert rollout[VERSION].unique().numel() == 1
             assert not ray.get(node.next.remote())["loc"].any()
-    finally:
-        collector.shutdown(shutdown_ray=False)
 
 
 @pytest.mark.parametrize("collector_class", [APPOCollector, MultiAsyncCollector])
@@ -59,10 +56,9 @@ def test_rollouts_of_all_nodes_have_the_learners_versions(cluster, collector_cla
     scheme, settings = UniLabRayScheme(first_version=7), {}
     if collector_class is MultiAsyncCollector:
         settings["track_policy_version"] = True
-    collector = ray_collector(
+    with collecting(
         collector_class=collector_class, num_workers_per_collector=2, **followed(scheme, **settings)
-    )
-    try:
+    ) as collector:
         collector.update_policy_weights_()
         seen: list[int] = []
         for rollout in collector:
@@ -75,20 +71,17 @@ def test_rollouts_of_all_nodes_have_the_learners_versions(cluster, collector_cla
         scheme.wait_applied(7, DEADLINE)  # until all have reported
         assert {*scheme.applied_versions} == {(n, w) for n in range(NODES) for w in range(2)}
         assert all(7 <= v <= scheme.version for v in scheme.applied_versions.values())
-    finally:
-        collector.shutdown(shutdown_ray=False)
 
 
 def test_collectors_that_do_not_follow_the_scheme_are_refused(cluster, monkeypatch):
     monkeypatch.setattr("torchrl_unilab.distributed.scheme._FOLLOW_SECONDS", 0.2)
-    collector = ray_collector(
-        weight_sync_schemes={"policy": UniLabRayScheme()}, collector_kwargs=nested()
-    )
-    try:
-        with pytest.raises(ConfigError, match=r"collectors \[0, 1\].*scheme.node\(\)"):
-            collector.update_policy_weights_()
-    finally:
-        collector.shutdown(shutdown_ray=False)
+    with (
+        collecting(
+            weight_sync_schemes={"policy": UniLabRayScheme()}, collector_kwargs=nested()
+        ) as collector,
+        pytest.raises(ConfigError, match=r"collectors \[0, 1\].*scheme.node\(\)"),
+    ):
+        collector.update_policy_weights_()
 
 
 def test_collectors_without_workers_are_refused_on_the_learners_side(cluster):
@@ -114,35 +107,28 @@ def test_a_collector_that_fails_leaves_no_mailbox(cluster):
 
 def test_a_second_ray_collector_is_refused_and_the_first_continues(cluster):
     scheme = UniLabRayScheme()
-    collector = ray_collector(**followed(scheme))
-    try:
+    with collecting(**followed(scheme)) as collector:
         with pytest.raises(UsageError, match="serves one collector"):
             ray_collector(**followed(scheme))
         collector.update_policy_weights_()
         newest = scheme.version
         assert any(rollout[VERSION].min() >= newest for rollout in collector)
-    finally:
-        collector.shutdown(shutdown_ray=False)
 
 
 def test_nodes_share_no_trajectory_ids_and_no_seeds(cluster):
-    collector = ray_collector(collector_kwargs={"seed": 3}, sync=True, total_frames=32)
-    try:
+    with collecting(collector_kwargs={"seed": 3}, sync=True, total_frames=32) as collector:
         collector.update_policy_weights_()
         both = next(iter(collector))
         ids = [{*one.flatten().tolist()} for one in both[IDS]]
         assert not ids[0] & ids[1]
         assert [node_of(one) for one in both] == [0, 1]
         assert not both["observation"][0, :, 0].equal(both["observation"][1, :, 0])
-    finally:
-        collector.shutdown(shutdown_ray=False)
 
 
 def test_a_collector_that_ray_restarts_before_a_publish_has_other_ids_and_seeds(cluster):
     import ray
 
-    collector = ray_collector(collector_kwargs={"seed": 3})
-    try:
+    with collecting(collector_kwargs={"seed": 3}) as collector:
         collector.update_policy_weights_()
         node = collector.remote_collectors[1]
         first = ray.get(node.next.remote())
@@ -155,21 +141,16 @@ def test_a_collector_that_ray_restarts_before_a_publish_has_other_ids_and_seeds(
         assert not ids & others
         assert node_of(again) == 1
         assert not first["observation"][:, 0].equal(again["observation"][:, 0])
-    finally:
-        collector.shutdown(shutdown_ray=False)
 
 
 def test_the_loss_of_a_worker_on_a_node_reaches_the_learner(cluster):
     import ray
 
     once = {"num_cpus": 1, "num_gpus": 0, "memory": 2**28}  # a task that fails is not repeated
-    collector = ray_collector(remote_configs=once)
-    try:
+    with collecting(remote_configs=once) as collector:
         collector.update_policy_weights_()
         (pid,) = ray.get(collector.remote_collectors[1].get_distant_attr.remote("pids"))
         os.kill(pid, signal.SIGKILL)
         asked = (collector.remote_collectors[1].next.remote() for _ in range(100))
         with pytest.raises(WorkerError, match="SIGKILL"):
             [ray.get(batch, timeout=DEADLINE) for batch in asked]
-    finally:
-        collector.shutdown(shutdown_ray=False)

@@ -8,19 +8,15 @@ import pytest
 import ray
 from torch import nn
 
+from tests.support.nodes import start_alone
 from torchrl_unilab.distributed import UniLabRayScheme
 from torchrl_unilab.errors import UsageError
-
-
-def start() -> None:
-    memory = 80 * 2**20
-    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=memory)
 
 
 @pytest.fixture(scope="module")
 def schemes() -> Iterator[Iterator[UniLabRayScheme]]:
     """Schemes whose Ray has been shut down, one for each test."""
-    start()
+    start_alone()
     found = [UniLabRayScheme(nn.Linear(2, 2)) for _ in range(2)]
     for scheme in found:
         scheme.init_on_sender(model_id="policy", remote_collectors=[])
@@ -42,7 +38,7 @@ def test_a_scheme_whose_ray_has_ended_is_refused_and_starts_none(schemes):
 
 def test_a_scheme_of_a_ray_before_is_refused_and_leaves_this_one_alone(schemes):
     scheme = next(schemes)
-    start()
+    start_alone()
     for use in (scheme.send, scheme.wait_applied, lambda: scheme.lag):
         with pytest.raises(UsageError, match="Ray: started again"):
             use()

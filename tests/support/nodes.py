@@ -49,6 +49,13 @@ def start_cluster(nodes: int = NODES) -> Iterator[Any]:
         cluster.shutdown()
 
 
+def start_alone() -> None:
+    """Ray on one node, the smallest that there is."""
+    import ray
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=STORE)
+
+
 def ray_collector(**settings: Any) -> Any:
     """A `RayCollector` of an `APPOCollector` on each node."""
     from torchrl.collectors.distributed import RayCollector
@@ -75,6 +82,16 @@ def ray_collector(**settings: Any) -> Any:
     if "policy_factory" not in settings:
         settings["policy"] = make_actor(11, 3)
     return RayCollector([make_env] * NODES, **settings)
+
+
+@contextlib.contextmanager
+def collecting(**settings: Any) -> Iterator[Any]:
+    """A `ray_collector`, which is shut down on the way out, and Ray is not."""
+    collector = ray_collector(**settings)
+    try:
+        yield collector
+    finally:
+        collector.shutdown(shutdown_ray=False)
 
 
 def make_large_policy() -> Any:
