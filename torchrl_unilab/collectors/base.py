@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import abc
 import copy
-import dataclasses
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
 import torch
@@ -253,8 +253,6 @@ class WorkerCollector(BaseCollector, abc.ABC):
         """Return values to log about the shared memory and the workers."""
         return {"restarts": self.restarts}
 
-    # BaseCollector
-
     def _wants_more(self) -> bool:
         return self.total_frames < 0 or self._frames < self.total_frames
 
@@ -301,15 +299,18 @@ class WorkerCollector(BaseCollector, abc.ABC):
         Raises:
             ConfigError: The seed is no integer of at least 0.
         """
-        seed = as_seed(seed)
+        seed, environments = as_seed(seed), self.num_workers * self.num_envs
         team = self._finish_tick()
         if not static_seed:
-            version, environments = self.scheme.first_version, self.num_workers * self.num_envs
-            seed = first_seed(seed, self.worker_idx, version, environments)
+            seed = first_seed(seed, self.worker_idx, self.scheme.first_version, environments)
         team.seed = seed
         seeds = worker_seeds(seed, self.num_workers, 0 if static_seed else self.num_envs)
         team.ask([("seed", *own) for own in seeds])
-        return seed + self.num_workers * self.num_envs
+        return seed + environments
+
+    def getattr_env(self, attr: str) -> Any:
+        """Return an attribute of the first worker's environment, which must be picklable."""
+        return self._finish_tick().env_attribute(attr)
 
     def reset(self) -> None:
         """Start new episodes with what the workers collect next."""
@@ -332,8 +333,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             WorkerError: A worker failed.
         """
         if not workers:
-            totals = dataclasses.asdict(self.metrics())
-            return OrderedDict(workers=None, frames=self._frames, totals=totals)
+            return OrderedDict(workers=None, frames=self._frames, totals=asdict(self.metrics()))
         return OrderedDict(workers=self._finish_tick().ask_all("state"), frames=self._frames)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:

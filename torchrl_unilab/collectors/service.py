@@ -125,6 +125,7 @@ class WorkerService:
             "run": self._run,
             "seed": rollouts.seed,
             "reset": rollouts.reset,
+            "env": self._env_attribute,
             "counts": self._count_on,
             "state": self._state,
             "load": self._load,
@@ -137,9 +138,9 @@ class WorkerService:
 
         Args:
             kind: ``"collect"`` (the number of a tick), ``"run"`` (whether to), ``"seed"``
-                (of the environment, of torch), ``"reset"``, ``"counts"`` (fields of
-                `CollectorMetrics`), ``"state"``, ``"load"`` (a state) or ``"resume"`` (a
-                snapshot of metrics).
+                (of the environment, of torch), ``"reset"``, ``"env"`` (an attribute's name),
+                ``"counts"`` (fields of `CollectorMetrics`), ``"state"``, ``"load"`` (a state) or
+                ``"resume"`` (a snapshot of metrics).
             *arguments: What the parentheses above say.
         """
         return self._requests[kind](*arguments)
@@ -188,6 +189,12 @@ class WorkerService:
 
     def _run(self, running: bool) -> None:
         self.running = running
+
+    def _env_attribute(self, name: str) -> Any:
+        try:
+            return getattr(self.rollouts.env, name)
+        except AttributeError as missing:
+            return missing  # the collector raises it, and the worker goes on
 
     def _count_on(self, totals: Mapping[str, Any]) -> None:
         self.rollouts.count_on(totals)

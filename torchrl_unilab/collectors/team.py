@@ -128,6 +128,17 @@ class WorkerTeam:
         """Ask all workers the same request; return the answers."""
         return self.ask([request] * self.count)
 
+    def env_attribute(self, name: str) -> Any:
+        """Return an attribute of the first worker's environment.
+
+        Raises:
+            AttributeError: It has none of that name.
+        """
+        (found,) = self.ask([("env", name)])
+        if isinstance(found, AttributeError):
+            raise found
+        return found
+
     def _serve(self, *request: Any) -> Any:
         assert self.service is not None, "the worker is in this process"
         with torch.random.fork_rng(devices=[]):
