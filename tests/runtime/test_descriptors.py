@@ -49,3 +49,11 @@ def test_more_workers_than_a_process_may_open_files_for_are_refused(left):
     with may_open(left), pytest.raises(ConfigError, match=message):
         WorkerGroup(_begin, [()] * 4)
     assert not mp.active_children()
+
+
+def test_a_worker_that_cannot_be_started_anew_for_want_of_files_is_refused():
+    with WorkerGroup(_begin, [()]) as group:
+        group.end(0)
+        with may_open(1), pytest.raises(ConfigError, match=r"^workers: too many open files"):
+            group.restart(0)
+        group.restart(0)

@@ -94,9 +94,8 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         self._workers: list[WorkerProcess] = []
         self._next_check = 0.0
         try:
-            with files_to_open(f"{name}s", "more, for their pipes", "start fewer"):
-                for index in range(len(arguments)):
-                    self._workers.append(self._start(index))
+            for index in range(len(arguments)):
+                self._workers.append(self._start(index))
             for worker in self._workers:
                 self._receive(worker, START_SECONDS, self._workers)
         except BaseException:
@@ -104,6 +103,10 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
             raise
 
     def _start(self, index: int) -> WorkerProcess:
+        with files_to_open(f"{self._name}s", "more, for their pipes", "start fewer"):
+            return self._start_process(index)
+
+    def _start_process(self, index: int) -> WorkerProcess:
         here, there = self._context.Pipe()
         pickled = PickledArguments(self._arguments[index])
         process = self._context.Process(
@@ -121,7 +124,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
                 raise
             self._context = mp.get_context("spawn")
             here.close()
-            return self._start(index)
+            return self._start_process(index)
         finally:
             pickled.close()
             there.close()
@@ -220,6 +223,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
 
         Raises:
             WorkerError: The worker failed while it started.
+            ConfigError: This process may open no more files.
         """
         self.end(index)
         worker = self._start(index)  # if that fails, or is interrupted, the old one stays dead
