@@ -365,6 +365,14 @@ def test_what_a_batch_lacks_is_said_with_what_to_do():
         loss.estimate(rollout.exclude("action_log_prob"))
 
 
+@pytest.mark.parametrize("key", _loss().in_keys)
+def test_a_key_that_a_minibatch_lacks_is_named(key):
+    loss = _loss()
+    minibatch = loss.estimate(_rollout(loss)).reshape(-1).exclude(key)
+    with pytest.raises(LayoutKeyError, match=rf"^APPOLoss: no '{key}' .* leave none of `in_keys`"):
+        loss(minibatch)
+
+
 @pytest.mark.parametrize("key", ["observation", ("next", "observation")])
 def test_an_observation_that_rollouts_lack_is_named(key):
     loss = _loss()

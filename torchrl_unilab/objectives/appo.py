@@ -321,18 +321,19 @@ class APPOLoss(LossModule):
             without. Quantities without a closed form are estimated from samples.
 
         Raises:
-            LayoutKeyError: `estimate` has not prepared the minibatch.
+            LayoutKeyError: `estimate` has not prepared the minibatch, or it lacks one of `in_keys`.
         """
         keys = self.tensor_keys
         if torch.is_grad_enabled():
             self._losses_taken = True
-        remedy = "Call `estimate` with the rollouts first."
-        log_t = entry_of("APPOLoss", tensordict, keys.target_log_prob, remedy)
-        actor = self.actor_network
+        remedy = "Call `estimate` with the rollouts first, and leave none of `in_keys` out."
+        needed = partial(entry_of, "APPOLoss", tensordict, remedy=remedy)
+        log_t, actor = needed(keys.target_log_prob), self.actor_network
+        for key in (*actor.in_keys, *self.critic_network.in_keys):
+            needed(key)
         dist = actor.build_dist_from_params(distribution_params(actor, tensordict))
-        log_p = dist.log_prob(tensordict.get(keys.action))
-        log_b = tensordict.get(keys.sample_log_prob)
-        advantage = tensordict.get(keys.advantage)
+        log_p = dist.log_prob(needed(keys.action))
+        log_b, advantage = needed(keys.sample_log_prob), needed(keys.advantage)
         # min(b/t, 1) * p/b in logarithms; the minimum has no gradient as b and t have none.
         log_ratio = (log_b - log_t).clamp(max=0.0) + log_p - log_b
         ratio = log_ratio.exp()
@@ -340,18 +341,16 @@ class APPOLoss(LossModule):
         objective = torch.min(ratio * advantage, clipped * advantage)
 
         value = self._value(tensordict.select(*self.critic_network.in_keys))
-        target = tensordict.get(keys.value_target)
+        target = needed(keys.value_target)
         error = (value - target).square()
         if self.value_clip is not None:
-            old = tensordict.get(keys.state_value)
+            old = needed(keys.state_value)
             near = old + (value - old).clamp(-self.value_clip, self.value_clip)
             error = torch.max(error, (near - target).square())
 
         entropy = entropy_of(dist).mean()
         with torch.no_grad():
-            target_dist = self.target_actor_network.build_dist_from_params(
-                tensordict.get(keys.target)
-            )
+            target_dist = self.target_actor_network.build_dist_from_params(needed(keys.target))
             kl = divergence_of(target_dist, dist).mean()
             clip_fraction = (ratio != clipped).float().mean()
             rho_clip_fraction = ((log_t - log_b).exp() > self.rho_bar).float().mean()
