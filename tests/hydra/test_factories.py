@@ -173,7 +173,7 @@ def test_torchrl_s_sac_trains_with_our_scheme_storage_and_environment():
     ]
     # The one override that the page names for TorchRL's own recipe, which has no schemes.
     page = (Path(__file__).parents[2] / "tutorials/how-to/hydra.md").read_text()
-    (scheme,) = re.findall(r"python train\.py \S+ '(.*)'", page)
+    (scheme,) = re.findall(r"python train\.py \S+ \\\s+'(.*)'", page)
     trainer = _trained("stock_sac", [*QUIET, *few, "collector.weight_sync_schemes=null", scheme])
     assert type(trainer) is SACTrainer
     assert type(trainer.collector._weight_sync_schemes["policy"]) is UniLabShmScheme
