@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.waits import deadline, poll_while, watch
 
 
@@ -22,6 +23,12 @@ def test_a_deadline_is_so_many_seconds_away(timeout, left):
 @pytest.mark.parametrize("timeout", [0, -5.0, math.nan])
 def test_a_deadline_of_nothing_is_now(timeout):
     assert deadline(timeout) <= time.monotonic()
+
+
+@pytest.mark.parametrize("timeout", ["2", [1.0]], ids=str)
+def test_a_deadline_of_no_number_is_refused(timeout):
+    with pytest.raises(ConfigError, match=r"^timeout: .*expected seconds, or None"):
+        deadline(timeout)
 
 
 def test_a_poll_ends_with_the_first_result_that_is_false():

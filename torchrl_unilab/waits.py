@@ -10,13 +10,21 @@ import math
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import SupportsFloat, TypeVar
+
+from torchrl_unilab.errors import ConfigError
 
 T = TypeVar("T")
 
 
 def deadline(timeout: float | None) -> float:
-    """Return the time of `time.monotonic` after so many seconds: never for None, now for NaN."""
+    """Return the time of `time.monotonic` after so many seconds: never for None, now for NaN.
+
+    Raises:
+        ConfigError: They are no number, such as a text.
+    """
+    if not isinstance(timeout, SupportsFloat | None):
+        raise ConfigError(f"timeout: {timeout!r} (expected seconds, or None). Use 10.0, or None.")
     # `max`, in this order, makes 0 of NaN, which would be no end.
     return math.inf if timeout is None else time.monotonic() + max(0.0, timeout)
 

@@ -12,6 +12,7 @@ import uuid
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -254,7 +255,9 @@ class UniLabRayScheme(WeightSyncScheme):
 
         Raises:
             WaitTimeoutError: Workers are still behind; names them.
+            ConfigError: There is no `timeout`, which would wait for a dead worker without end.
         """
+        as_instance("timeout", timeout, Real, "Use 10.0, for example.")
         wanted = self.version if version is None else version
         if behind := poll_while(partial(self._behind, wanted), timeout, POLL_SECONDS / 10):
             raise WaitTimeoutError(

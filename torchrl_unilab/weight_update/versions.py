@@ -7,9 +7,10 @@ sender: the part of `UniLabShmScheme` that watches and publishes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, Protocol
 
-from torchrl_unilab.checks import as_indices
+from torchrl_unilab.checks import as_indices, as_instance
 from torchrl_unilab.errors import UsageError, WaitTimeoutError
 from torchrl_unilab.processes import process_id, process_is_alive, process_is_stopped
 from torchrl_unilab.waits import poll_while
@@ -100,8 +101,10 @@ class WorkerVersions:
 
         Raises:
             WaitTimeoutError: Workers are still behind; names them, and which are dead or stopped.
+            ConfigError: There is no `timeout`, which would wait for a dead worker without end.
         """
         transport = self._require_transport()
+        as_instance("timeout", timeout, Real, "Use 10.0, for example.")
         workers = as_indices("worker_ids", transport.cells if worker_ids is None else worker_ids)
 
         def find_behind() -> list[int]:

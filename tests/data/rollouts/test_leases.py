@@ -83,10 +83,17 @@ def test_a_draw_of_several_rollouts_waits_no_longer_than_its_timeout(storage, mo
     acquire, waited, now = storage.ring.acquire, [], iter([0.0, 1.0, 4.0, 9.0])
     clock = SimpleNamespace(monotonic=lambda: next(now))
     monkeypatch.setattr("torchrl_unilab.data.rollouts.shared.time", clock)
+    monkeypatch.setattr("torchrl_unilab.waits.time", clock)
     monkeypatch.setattr(storage.ring, "acquire", lambda left: waited.append(left) or acquire())
     with pytest.raises(WaitTimeoutError, match="2 are unread"):
         storage.draw(3, timeout=5.0)
     assert waited[:3] == [4.0, 1.0, 0.0]
+
+
+def test_a_timeout_that_is_no_number_is_refused(storage):
+    for wait in (storage.acquire, storage.wait):
+        with pytest.raises(ConfigError, match=r"^timeout: '2' \(expected seconds, or None\)"):
+            wait("2")
 
 
 def test_a_draw_that_would_wait_for_rollouts_of_unknown_form_is_refused():

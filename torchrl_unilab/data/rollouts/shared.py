@@ -21,6 +21,7 @@ from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import Lease, RolloutRing
 from torchrl_unilab.shm.ring_writer import Overflow, check_ring
+from torchrl_unilab.waits import deadline
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,7 +296,7 @@ class SharedRollouts(SharedStorage):
 
     def _hold(self, count: int, timeout: float | None = 0.0) -> list[Lease]:
         """Hold `count` unread rollouts, or as many as come in time; return all that are held."""
-        unread, end = self._unread(), time.monotonic() + (timeout or 0.0)
+        unread, end = self._unread(), deadline(timeout)
         while len(unread) < count:
             left = max(0.0, end - time.monotonic()) if timeout else timeout
             lease = self.ring.acquire(left)
