@@ -70,7 +70,9 @@ def test_an_interval_says_which_of_its_ends_it_has(interval, taken, refused):
             as_number("share", value, "Change it.", interval)
 
 
-@pytest.mark.parametrize("value", [math.nan, True, "3", None, [1.0]], ids=repr)
+@pytest.mark.parametrize(
+    "value", [math.nan, True, "3", None, [1.0], np.zeros(2), torch.zeros(2)], ids=repr
+)
 def test_what_is_no_number_is_refused(value):
     with pytest.raises(ConfigError, match=r"\(expected a finite number\)"):
         as_number("share", value, "Change it.")

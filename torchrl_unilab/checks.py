@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, SupportsFloat, TypeVar
@@ -70,8 +71,10 @@ def as_number(what: str, value: Any, remedy: str, interval: str = FINITE) -> flo
         ...
         torchrl_unilab.errors.ConfigError: tau: 2 (expected a number in [0, 1]). Use 0.005.
     """
-    number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
-    found = float(value) if number else float("nan")
+    found = float("nan")
+    if isinstance(value, SupportsFloat) and not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError):  # an array or tensor of several
+            found = float(value)
     low, high = map(float, interval[1:-1].split(","))
     above = low < found or (low == found and interval[0] == "[")
     below = found < high or (found == high and interval[-1] == "]")
