@@ -120,6 +120,13 @@ def test_a_width_that_is_no_positive_integer_is_refused(make, size, hidden):
 
 
 @pytest.mark.parametrize("make", [make_critic, partial(make_q_value, action_size=1)])
+@pytest.mark.parametrize("hidden", [64, None])
+def test_one_width_in_place_of_several_is_refused_with_what_to_give(make, hidden):
+    with pytest.raises(ConfigError, match=r"^hidden: .* List the width of each layer, as in \(64,"):
+        make(3, hidden=hidden)
+
+
+@pytest.mark.parametrize("make", [make_critic, partial(make_q_value, action_size=1)])
 def test_a_network_that_fits_no_memory_is_refused(make):
     for size, hidden in ((10**12, (8,)), (3, (10**8, 10**8)), (2**62, ())):
         with pytest.raises(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from torchrl_unilab.checks import as_integer
+from torchrl_unilab.checks import as_instance, as_integer
 from torchrl_unilab.limits import check_memory
 
 
@@ -23,6 +23,12 @@ def checked_widths(sizes: Sequence[int]) -> list[int]:
     weights = sum(n_in * n_out for n_in, n_out in itertools.pairwise(widths))
     check_memory(f"network of widths {widths}", 4 * weights, remedy)
     return widths
+
+
+def between(inputs: int, hidden: Iterable[int], outputs: int) -> list[int]:
+    """Return the widths of a network; refuse `hidden` that are not several, such as 64."""
+    remedy = "List the width of each layer, as in (64, 64)."
+    return [inputs, *as_instance("hidden", hidden, Iterable, remedy), outputs]
 
 
 def tanh_mlp(sizes: Sequence[int], *, last_gain: float) -> nn.Sequential:
