@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.nn.utils import prune
 from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
+from torchrl.objectives import SACLoss
 
 from tests.support.altered import altered, hook, subclassed
 from tests.support.appo import ACT, OBS, fused, make_loss, make_pool
@@ -251,6 +253,12 @@ def test_a_pool_of_several_dimensions_is_refused_with_what_to_do():
     loss = make_loss()
     with pytest.raises(LayoutShapeError, match=r"\(2, 3\) \(expected one dimension\).*reshape"):
         fused(loss).prepare(TensorDict(batch_size=[2, 3]))
+
+
+@pytest.mark.parametrize("loss", [None, Mock(SACLoss)])
+def test_another_loss_is_refused(loss):
+    with pytest.raises(ConfigError, match=r"^FusedAPPOUpdate: .* \(expected APPOLoss of "):
+        fused(loss)
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)

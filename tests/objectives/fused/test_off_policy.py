@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ from tests.support.off_policy import (
     transitions_of,
 )
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
-from torchrl_unilab.modules import make_q_value, make_sac_actor
-from torchrl_unilab.objectives import FusedSACUpdate
+from torchrl_unilab.modules import make_actor, make_critic, make_q_value, make_sac_actor
+from torchrl_unilab.objectives import APPOLoss, FusedSACUpdate, FusedTD3Update
 
 STATISTICS_OF_THE_POLICY = {"sac": ["loss_actor", "entropy", "loss_alpha"], "td3": ["loss_actor"]}
 
@@ -373,6 +374,13 @@ def test_a_deep_copied_loss_whose_actor_would_not_learn_is_refused(algorithm):
     with pytest.raises(ConfigError, match="other parameters than the loss learns"):
         fused(deepcopy(loss))
     fused(loss.to(torch.float32))  # which moves them together
+
+
+@pytest.mark.parametrize("update", [partial(FusedSACUpdate, lr_alpha=0.1), FusedTD3Update])
+@pytest.mark.parametrize("loss", [None, APPOLoss(make_actor(OBS, ACT), make_critic(OBS))], ids=type)
+def test_another_loss_is_refused(update, loss):
+    with pytest.raises(ConfigError, match=rf"^Fused\w+: {type(loss).__name__} \(expected "):
+        update(loss, tau=0.01, lr_actor=0.1, lr_critic=0.1)
 
 
 @BOTH

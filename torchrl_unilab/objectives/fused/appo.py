@@ -97,10 +97,9 @@ class FusedAPPOUpdate:
         That is `APPOLoss` itself with networks as `make_actor` and `make_critic` make them:
         tanh layers, one standard deviation for all states, and all parameters learnt.
         """
-        actor, critic = loss.actor_network, loss.critic_network
-        if type(loss) is not APPOLoss or type(actor) is not GaussianActor:
+        if type(loss) is not APPOLoss or type(loss.actor_network) is not GaussianActor:
             return False
-        head = actor[0]
+        actor, critic, head = loss.actor_network, loss.critic_network, loss.actor_network[0]
         if type(head) is not GaussianParameters or type(critic) is not StateValue:
             return False
         named = nn.ModuleList([actor, critic]).named_parameters(remove_duplicate=False)
@@ -126,9 +125,8 @@ class FusedAPPOUpdate:
     ) -> None:
         if not self.supports(loss):
             raise ConfigError(
-                f"FusedAPPOUpdate: {type(loss).__name__} of {loss.actor_network} and "
-                f"{loss.critic_network} (expected APPOLoss of make_actor's and make_critic's "
-                "networks). Take steps by APPOStepper."
+                f"FusedAPPOUpdate: {type(loss).__name__} (expected APPOLoss of make_actor's and "
+                "make_critic's networks). Take steps by APPOStepper."
             )
         for name, value in (("desired_kl", desired_kl), ("max_grad_norm", max_grad_norm)):
             remedy = "Use for example desired_kl=0.01, max_grad_norm=1.0."

@@ -135,9 +135,8 @@ class FusedOffPolicyUpdate(Owner):
         actor = self._known_head(loss)
         if actor is None or not critics_are_known(loss, actor):
             raise ConfigError(
-                f"{type(self).__name__}: {type(loss).__name__} of {loss.actor_network} and "
-                f"{loss.qvalue_network} (expected {self.expected}). Take steps by the loss and "
-                "an optimiser."
+                f"{type(self).__name__}: {type(loss).__name__} (expected {self.expected}). Take "
+                "steps by the loss and an optimiser."
             )
         remedy = "It is the share of the networks that their targets take over in each step."
         as_number("tau", tau, remedy, "[0, 1]")
