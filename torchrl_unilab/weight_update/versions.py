@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any, Protocol
 
-from torchrl_unilab.checks import as_indices, as_instance
+from torchrl_unilab.checks import as_indices, as_instance, as_integer
 from torchrl_unilab.errors import UsageError, WaitTimeoutError
 from torchrl_unilab.processes import process_id, process_is_alive, process_is_stopped
 from torchrl_unilab.waits import poll_while
@@ -104,6 +104,8 @@ class WorkerVersions:
             ConfigError: There is no `timeout`, which would wait for a dead worker without end.
         """
         transport = self._require_transport()
+        if version is not None:
+            version = as_integer("version", version, "Take `scheme.version`.", least=0)
         as_instance("timeout", timeout, Real, "Use 10.0, for example.")
         workers = as_indices("worker_ids", transport.cells if worker_ids is None else worker_ids)
 
