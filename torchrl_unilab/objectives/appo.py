@@ -19,6 +19,7 @@ from tensordict.nn import (
 from tensordict.utils import NestedKey
 from torch.nn.parameter import is_lazy
 from torchrl import logger as torchrl_logger
+from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import LossModule
 
 from torchrl_unilab.checks import as_instance, as_integer, as_number, entry_of
@@ -367,7 +368,8 @@ class APPOLoss(LossModule):
     def _value(self, observations: TensorDictBase) -> torch.Tensor:
         """Return the critic's state values, [...]; it may write more than these."""
         key, written = self.tensor_keys.state_value, self.critic_network.out_keys
-        values = self.critic_network(observations)
+        with set_recurrent_mode(False):  # samples are single steps, whose order means nothing
+            values = self.critic_network(observations)
         value: torch.Tensor = values.get(key if key in written else written[-1])
         return value.squeeze(-1)
 

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torch.distributions import Distribution, kl_divergence
+from torchrl.modules import set_recurrent_mode
 from torchrl.modules.distributions.utils import sample_and_log_prob
 
 from torchrl_unilab.errors import LayoutShapeError
@@ -16,9 +17,10 @@ from torchrl_unilab.errors import LayoutShapeError
 def distribution_params(
     policy: ProbabilisticTensorDictSequential, tensordict: TensorDictBase
 ) -> TensorDictBase:
-    """Run a policy up to its distribution's parameters."""
+    """Run a policy up to its distribution's parameters, each step from its collected state."""
     selected = tensordict.select(*policy.in_keys)
-    return policy.get_dist_params(selected).select(*policy.dist_params_keys)
+    with set_recurrent_mode(False):  # a loss of TorchRL takes a batch for sequences
+        return policy.get_dist_params(selected).select(*policy.dist_params_keys)
 
 
 def entropy_of(dist: Distribution) -> torch.Tensor:
