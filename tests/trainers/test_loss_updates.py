@@ -12,13 +12,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl.data import Bounded, Composite, Unbounded
-from torchrl.modules import QValueActor
+from torchrl.modules import GRUModule, LSTMModule, QValueActor
 from torchrl.objectives import DDPGLoss, DQNLoss, SACLoss
 
 from tests.support import reference
 from tests.support.off_policy import make_transitions
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
-from torchrl_unilab.modules import make_actor, make_critic
+from torchrl_unilab.modules import make_actor, make_critic, make_q_value
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
@@ -226,6 +226,15 @@ def test_td3_without_the_fused_update_refuses_a_critic_that_its_loss_would_not_f
 
     with pytest.raises(ConfigError, match=r"TD3Loss: its critic reads \['all'\]"):
         make_update(loss, config)
+
+
+@pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
+def test_recurrent_networks_are_refused_as_rows_are_in_no_order_of_time(kind):
+    core = kind(input_size=OBS, hidden_size=ACT, in_key="observation", out_key="action")
+    loss = DDPGLoss(core, make_q_value(OBS, ACT, hidden=()), delay_value=True)
+
+    with pytest.raises(ConfigError, match=f"DDPGLoss: a {kind.__name__} in its networks"):
+        make_update(loss, OffPolicyConfig())
 
 
 def test_gradients_of_before_are_no_part_of_an_update():

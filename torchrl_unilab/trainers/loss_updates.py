@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import nn
+from torchrl.modules import GRUModule, LSTMModule
 from torchrl.objectives import LossModule, SoftUpdate, TD3Loss
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import OptimizationStepper
@@ -120,11 +121,15 @@ class LossUpdate:
         loss: Any off-policy loss of TorchRL.
         config: Learning rates, tau, and whether to compile.
         ranks: Processes over whose minibatches gradients and statistics are averaged.
+
+    Raises:
+        ConfigError: A network of the loss is recurrent.
     """
 
     def __init__(
         self, loss: LossModule, config: OffPolicyConfig, ranks: Ranks = SINGLE_RANK
     ) -> None:
+        _refuse_recurrence(loss)
         self.loss, self.ranks = loss, ranks
         self._losses = compiled(loss.forward) if config.compile else loss
         self._groups: dict[str, list[nn.Parameter]] = {"actor": [], "critic": [], "alpha": []}
@@ -251,6 +256,18 @@ def _check_actor_inputs(loss: TD3Loss) -> None:
             f"TD3Loss: its critic reads {missing} (expected what the actor reads or writes, "
             f"{[*actor.in_keys, *actor.out_keys]}). Use networks that the fused update takes."
         )
+
+
+def _refuse_recurrence(loss: LossModule) -> None:
+    """Refuse networks that a loss of TorchRL runs over its batch as over one sequence."""
+    networks = [value for value in vars(loss).values() if isinstance(value, nn.Module)]
+    for layer in (part for network in (loss, *networks) for part in network.modules()):
+        if isinstance(layer, LSTMModule | GRUModule):
+            raise ConfigError(
+                f"{type(loss).__name__}: a {type(layer).__name__} in its networks (expected none: "
+                "updates are of single rows, in no order of time). Train it by TorchRL's Trainer, "
+                "with a PackedSliceSampler."
+            )
 
 
 def _matmul_dtype(loss: LossModule, config: OffPolicyConfig) -> torch.dtype | None:
