@@ -58,8 +58,8 @@ class ModuleWeights:
             buffers that are not persistent, and extra state.
 
     Raises:
-        ConfigError: A parameter is lazy and has no shape yet, or extra state holds
-            something else.
+        ConfigError: A parameter is lazy and has no shape yet, extra state holds something
+            else, or a module was compiled by ``torch.jit``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -71,6 +71,11 @@ class ModuleWeights:
         submodules = list(module.named_modules(remove_duplicate=False))
         for prefix, submodule in submodules:
             dot = f"{prefix}." if prefix else ""
+            if isinstance(submodule, torch.jit.ScriptModule):
+                raise ConfigError(
+                    f"module {prefix!r}: compiled by torch.jit (expected Python's own, which gives "
+                    "its tensors). Publish the module that was compiled, or use torch.compile."
+                )
             if isinstance(submodule, TensorDictParams):
                 registries.append((dot, _ParamsRegistry(submodule)))
             else:  # those of this submodule, without its children's
