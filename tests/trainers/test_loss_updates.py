@@ -314,6 +314,14 @@ def test_rows_without_what_came_next_are_refused_by_its_name():
         make_update(build_learner(_env(), config).loss, config).prepare(rows)
 
 
+def test_rows_without_the_losss_reward_are_refused_by_its_key():
+    loss, rows = _discrete()
+    loss.set_keys(reward="score")
+
+    with pytest.raises(LayoutKeyError, match=r"^transitions, 'next': no 'score' among .*set_keys"):
+        make_update(loss, OffPolicyConfig("sac")).prepare(rows)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_more_minibatches_than_rows_are_refused(fused):
     config = OffPolicyConfig("sac", hidden=(), fused=fused)

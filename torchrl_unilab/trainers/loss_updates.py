@@ -31,6 +31,7 @@ from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.objectives.targets import sync_normalizers
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 
+REWARD_REMEDY = "Call the loss's set_keys(reward=...) with the environment's own key."
 _OF_APPO = (*STATISTICS, "loss_entropy")
 """What `APPOLoss` gives."""
 
@@ -151,9 +152,12 @@ class LossUpdate:
 
         Raises:
             ConfigError: Truncated rows would pass for terminated ones, as nothing tells them apart.
-            LayoutKeyError: The rows lack what came next.
+            LayoutKeyError: The rows lack what came next, or the loss's reward.
         """
-        keys = entry_of("transitions", batch, "next", "Leave it in.").keys()
+        after = entry_of("transitions", batch, "next", "Leave it in.")
+        reward, keys = vars(self.loss.tensor_keys).get("reward"), after.keys()
+        if reward is not None:
+            entry_of("transitions, 'next'", after, reward, REWARD_REMEDY)
         if "truncated" in keys and "terminated" not in keys:
             raise ConfigError(
                 "batch: 'next.truncated' without 'next.terminated' (expected both, or a loss takes "

@@ -14,7 +14,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.objectives import LossModule, SACLoss, TD3Loss
 from torchrl.trainers import LRSchedulerHook, TargetNetUpdaterHook
 
-from torchrl_unilab.checks import as_integer
+from torchrl_unilab.checks import as_integer, entry_of
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.configs.off_policy import OffPolicyConfig, compute_train_start_threshold
 from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
@@ -26,7 +26,7 @@ from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.trainers.arguments import check_arguments, check_effect, isclose
 from torchrl_unilab.trainers.base import NORM, RankTrainer, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights
-from torchrl_unilab.trainers.loss_updates import LossUpdate, make_update
+from torchrl_unilab.trainers.loss_updates import REWARD_REMEDY, LossUpdate, make_update
 from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update.versions import PolicyVersions
 
@@ -272,7 +272,8 @@ class OffPolicyTrainer(RankTrainer, Owner):
         config, update = self.config, self.update
         if config.reward_scale != 1.0:
             key = ("next", _reward_of(self.loss_module))
-            sample.set(key, sample.get(key) * config.reward_scale)  # rewards may be integers
+            reward = entry_of("transitions", sample, key, REWARD_REMEDY)
+            sample.set(key, reward * config.reward_scale)  # rewards may be integers
         if config.anneal:
             share = config.lr_share(self.collected_frames / self.total_frames)
             for part, optimizer in update.optimizers.items():
