@@ -364,3 +364,13 @@ def test_a_collector_on_a_device_that_is_not_there_starts_nothing(monkeypatch):
     with pytest.raises(ConfigError, match=r"policy_device: 'cuda' \(.* finds here: cpu\)"):
         collected(inline=False, policy_device="cuda")
     assert not live_children()
+
+
+@pytest.mark.parametrize("mode", [{"inline": True}, {"lockstep": True}, {}])
+def test_attributes_of_the_first_environment_are_read_as_torchrls_trainers_do(mode, kept):
+    collector = kept(**mode)
+    next(iter(collector))
+    assert collector.getattr_env("full_action_spec_unbatched")["action"].shape == (1,)
+    with pytest.raises(AttributeError, match="nothing"):
+        collector.getattr_env("nothing")
+    assert len(next(iter(collector)))  # its worker lives

@@ -241,16 +241,6 @@ def test_a_policy_on_another_device_acts_as_on_the_processor(device, inline):
         assert batches[1][key].device == torch.device("cpu")
 
 
-@pytest.mark.parametrize("mode", [{"inline": True}, {"lockstep": True}, {}])
-def test_attributes_of_the_first_environment_are_read_as_torchrls_trainers_do(mode, kept):
-    collector = kept(**mode)
-    next(iter(collector))
-    assert collector.getattr_env("full_action_spec_unbatched")["action"].shape == (1,)
-    with pytest.raises(AttributeError, match="nothing"):
-        collector.getattr_env("nothing")
-    assert next(iter(collector)).batch_size == (ENVS, STEPS)  # its worker lives
-
-
 @pytest.mark.parametrize("inline", [True, False])
 def test_what_workers_measure_is_among_the_metrics(inline):
     def limit(env: MujocoBatchEnv) -> dict[str, float]:

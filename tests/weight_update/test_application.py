@@ -14,7 +14,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tests.support.acting import StillEnv, actions, begun, collecting, make_policy, set_action
 from tests.support.bounds import DEADLINE
-from torchrl_unilab.errors import ContentionError, WaitTimeoutError
+from torchrl_unilab.errors import ConfigError, ContentionError, WaitTimeoutError
 from torchrl_unilab.shm import SnapshotCell
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -236,3 +236,13 @@ def test_a_policy_on_the_gpu_acts_with_published_weights_and_graphs_stay_valid()
         assert actions(next(batches)) == {0.25}
         _publish(collector, policy, 0.75)
         assert actions(next(batches)) == {0.75}
+
+
+BAD = [{"version": bad} for bad in ("2", 0.5, -1)] + [{"timeout": bad} for bad in (None, "2")]
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_a_wait_for_no_version_or_without_a_bound_is_refused(argument, make_sender):
+    scheme, (name,) = make_sender(model=make_policy(), devices=[CPU]), argument
+    with pytest.raises(ConfigError, match=rf"^{name}: .* \(expected "):
+        scheme.wait_applied(**argument)

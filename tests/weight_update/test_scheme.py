@@ -131,20 +131,6 @@ def test_publishing_never_waits(timeout, make_sender):
         scheme.wait_applied(timeout=timeout)
 
 
-@pytest.mark.parametrize("version", ["2", 0.5, -1])
-def test_a_version_that_is_none_is_not_waited_for(version, make_sender):
-    scheme = make_sender(model=make_policy(), devices=[CPU])
-    with pytest.raises(ConfigError, match=r"^version: .* \(expected an integer of at least 0\)"):
-        scheme.wait_applied(version, timeout=0)
-
-
-@pytest.mark.parametrize("timeout", [None, "2"])
-def test_a_wait_for_workers_without_a_bound_is_refused(timeout, make_sender):
-    scheme = make_sender(model=make_policy(), devices=[CPU])
-    with pytest.raises(ConfigError, match=r"^timeout: .*Use 10\.0, for example"):
-        scheme.wait_applied(timeout=timeout)
-
-
 @pytest.fixture
 def apart(make_sender, make_receiver) -> tuple[UniLabShmScheme, list[UniLabShmScheme]]:
     """A sender whose two workers have weights apart, all at version 0, and both receivers."""
