@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 import threading
@@ -10,7 +9,7 @@ import threading
 import pytest
 
 from tests.support.bounds import DEADLINE
-from tests.support.interrupts import Bytecodes
+from tests.support.interrupts import each_interrupt
 from tests.support.striking import exit_code_of
 from torchrl_unilab.errors import SegmentClosedError
 from torchrl_unilab.runtime import worker_thread
@@ -67,16 +66,13 @@ def test_a_closed_thread_refuses_tasks_and_runs_none():
 
 
 def test_an_interrupted_close_can_be_made_again():
-    for nth in itertools.count(1):
+    for interrupt in each_interrupt(worker_thread, threading):
         thread, ran = WorkerThread("runner"), []
         thread.start(Task(lambda ran=ran: ran.append(True)))
-        interrupted = Bytecodes(nth, [worker_thread, threading]).interrupts(thread.close)
+        interrupt.during(thread.close)
         thread.close()
         assert ran
         assert not thread._thread.is_alive()
-        if not interrupted:
-            break
-    assert nth > 10
 
 
 def test_a_thread_ends_with_its_owner():

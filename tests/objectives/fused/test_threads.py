@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from functools import partial
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.bounds import DEADLINE
-from tests.support.interrupts import Bytecodes
+from tests.support.interrupts import each_interrupt
 from tests.support.off_policy import (
     ALL,
     BOTH,
@@ -64,7 +63,7 @@ def test_after_an_error_a_busy_thread_has_nothing_left_to_run(busy_thread, faili
 
 def test_an_interrupt_leaves_nothing_running_and_the_thread_ready_for_more():
     thread = WorkerThread("side")
-    for nth in itertools.count(1):
+    for interrupt in each_interrupt(threads, worker_thread, least=30):
         begun, noted = SimpleQueue(), []
 
         def side(begun=begun, noted=noted):
@@ -73,14 +72,10 @@ def test_an_interrupt_leaves_nothing_running_and_the_thread_ready_for_more():
             time.sleep(0.002)  # the caller, who does not wait, would be gone
             noted.append("ended")
 
-        call = partial(run_both, thread, partial(begun.get, timeout=DEADLINE), side)
-        interrupted = Bytecodes(nth, [threads, worker_thread]).interrupts(call)
+        interrupt.during(partial(run_both, thread, partial(begun.get, timeout=DEADLINE), side))
         assert noted in ([], ["begun", "ended"])
         assert run_both(thread, lambda: 1, lambda: 2) == (1, 2)
-        if not interrupted:
-            break
     thread.close()
-    assert nth > 30
 
 
 # The policy's thread of an update
