@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tests.support import appo, off_policy
+from torchrl_unilab.errors import SegmentClosedError
 from torchrl_unilab.objectives import APPOLoss
+from torchrl_unilab.runtime.worker_thread import Task
 
 
 @pytest.mark.parametrize(("current", "share"), [(True, 1.0), (False, 1.0 / 1.1)])
@@ -44,7 +46,7 @@ def test_a_step_after_the_end_of_its_thread_is_taken_without_one(update_policy):
     update = off_policy.fused(loss, policy_thread=True)
     rows, thread = update.prepare(off_policy.transitions_of(loss, 32, 0)), update._thread
     update.close()
-    with pytest.raises(RuntimeError, match="after shutdown"):
-        thread.submit(bool)
+    with pytest.raises(SegmentClosedError, match="'policy' is closed"):
+        thread.start(Task(bool))
     assert update.step(rows, update_policy=update_policy)[:3].isfinite().all()
     update.close()
