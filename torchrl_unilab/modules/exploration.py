@@ -31,7 +31,6 @@ class PerEnvNoise(TensorDictModuleBase):
         std_max: Highest standard deviation.
         init_key: Where the first steps of episodes are marked, [*B, 1] or [*B]; None keeps each
             environment's first deviation permanently.
-        generator: Source of all draws; the device's global one by default.
 
     Attributes:
         std: Each environment's standard deviation now, [*B, 1]; None before the first action.
@@ -59,7 +58,6 @@ class PerEnvNoise(TensorDictModuleBase):
         std_min: float,
         std_max: float,
         init_key: NestedKey | None = "is_init",
-        generator: torch.Generator | None = None,
     ) -> None:
         remedy = "They are in units of half the distance between the bounds."
         as_range("PerEnvNoise std_min and std_max", (std_min, std_max), remedy, "[0, inf)")
@@ -70,7 +68,6 @@ class PerEnvNoise(TensorDictModuleBase):
         low_bound, high_bound = torch.as_tensor(low), torch.as_tensor(high)
         # In a tuple, where `nn.Module` does not look for tensors: nothing here is published.
         self._bounds = low_bound, high_bound
-        self._generator = generator
         self.std: torch.Tensor | None = None
         finite = all(bound.isfinite().all() for bound in self._bounds)
         if not finite or not (low_bound < high_bound).all():
@@ -95,7 +92,7 @@ class PerEnvNoise(TensorDictModuleBase):
         if exploration_type() not in (ExplorationType.RANDOM, None):
             return tensordict
         low, high = (bound.to(action) for bound in self._bounds)
-        noise = torch.empty_like(action).normal_(generator=self._generator)
+        noise = torch.empty_like(action).normal_()
         noise = noise.mul_(std).mul_((high - low) / 2).add_(action)
         return tensordict.set("action", noise.clamp_(low, high))
 
@@ -114,7 +111,6 @@ class PerEnvNoise(TensorDictModuleBase):
             known = None  # those were other environments
         if known is not None and first is None:
             return known
-        drawn = torch.empty_like(like)
-        drawn.uniform_(self.std_min, self.std_max, generator=self._generator)
+        drawn = torch.empty_like(like).uniform_(self.std_min, self.std_max)
         self.std = drawn if known is None or first is None else torch.where(first, drawn, known)
         return self.std

@@ -196,17 +196,6 @@ def test_replayed_off_policy_steps_equal_eager_ones(algorithm, device, monkeypat
 
 
 @BOTH
-def test_off_policy_steps_by_a_generator_are_eager(algorithm, twin, monkeypatch):
-    capture_by(twin, monkeypatch)
-    loss = make_loss(algorithm)
-    update, generator = fused(loss), torch.Generator()
-    packed = update.prepare(transitions_of(loss, 8, 0))
-    for _ in range(3):
-        update.step(packed, generator=generator)
-    assert not twin.made
-
-
-@BOTH
 def test_a_rate_that_lies_on_the_device_is_read_there(algorithm, twin, monkeypatch, no_looks):
     capture_by(twin, monkeypatch)
     loss = make_loss(algorithm)

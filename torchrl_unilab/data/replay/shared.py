@@ -331,7 +331,6 @@ class SharedReplay(SharedStorage):
         count: int,
         *,
         seed: int | None = None,
-        generator: torch.Generator | None = None,
         snapshot: ReplaySnapshot | None = None,
         out: TensorDictBase | None = None,
     ) -> TensorDictBase:
@@ -342,9 +341,7 @@ class SharedReplay(SharedStorage):
 
         Args:
             count: Rows, at least 1.
-            seed: Seed of the draw.
-            generator: Source of the draw if there is no seed; the storage's or the global one
-                if not given.
+            seed: Seed of the draw; without one the storage's generator or the global one draws.
             snapshot: The rows to sample from; by default the current ones.
             out: A batch that `empty_batch` has made in this process, to sample into.
 
@@ -367,9 +364,9 @@ class SharedReplay(SharedStorage):
                 f"cannot sample {count} rows: 0 of {self.ptr} can be sampled (expected at least "
                 "1, of those written). Write first, or take a new snapshot."
             )
+        source = self._rng
         if seed is not None:
-            generator = torch.Generator().manual_seed(operator.index(seed))
-        source = self._rng if generator is None else generator
+            source = torch.Generator().manual_seed(operator.index(seed))
         memory = reader.memory(count) if out is None else reader.memory_of(out)
         if memory["index"].shape[0] != count:
             raise ConfigError(

@@ -214,22 +214,19 @@ class FusedAPPOUpdate:
         return columns.to(self._adam.flat.dtype)  # some collectors act in float64
 
     @staticmethod
-    def shuffled(
-        columns: torch.Tensor, minibatches: int, *, generator: torch.Generator | None = None
-    ) -> tuple[torch.Tensor, ...]:
+    def shuffled(columns: torch.Tensor, minibatches: int) -> tuple[torch.Tensor, ...]:
         """Return `prepare`'s columns in a random order, in chunks.
 
         Args:
             columns: A pool, [k, M].
             minibatches: Chunks, whose sizes differ by one at most.
-            generator: Source of the order; the device's global one by default.
 
         Raises:
             ConfigError: There are not that many samples.
         """
         remedy = "Take fewer, or collect more steps."
         minibatches = as_integer("minibatches", minibatches, remedy, most=columns.shape[1])
-        order = torch.randperm(columns.shape[1], generator=generator, device=columns.device)
+        order = torch.randperm(columns.shape[1], device=columns.device)
         return columns.index_select(1, order).tensor_split(minibatches, dim=1)
 
     def step(self, columns: torch.Tensor) -> torch.Tensor:

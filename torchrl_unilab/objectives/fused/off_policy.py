@@ -261,21 +261,14 @@ class FusedOffPolicyUpdate(Owner):
         count = as_integer("minibatches", count, remedy, most=len(packed))
         return torch.tensor_split(packed, count)
 
-    def step(
-        self,
-        minibatch: torch.Tensor,
-        *,
-        update_policy: bool = True,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
+    def step(self, minibatch: torch.Tensor, *, update_policy: bool = True) -> torch.Tensor:
         """Take one step; leave its gradients in ``parameter.grad``.
 
         Args:
             minibatch: Some of `prepare`'s rows, [n, k].
-            update_policy: Whether the policy learns too; critics and targets always move.
-            generator: Source of the noise; the device's global one by default. It is drawn in
-                the order in which the loss draws it, the policy's only where the policy learns;
-                on the CPU torch fills by 16 numbers. With one, steps are eager on a GPU, too.
+            update_policy: Whether the policy learns too; critics and targets always move. Noise is
+                drawn in the order in which the loss draws it, the policy's only where it learns;
+                on the CPU torch fills by 16 numbers.
 
         Returns:
             Losses and statistics as `statistics` names them. Those of the policy are of the
@@ -283,23 +276,21 @@ class FusedOffPolicyUpdate(Owner):
             are.
         """
         adams = [self._critic_adam, *(self._policy_adams if update_policy else ())]
-        take = partial(self._step, adams, generator)
+        take = partial(self._step, adams)
         with torch.inference_mode():  # each operation takes less time than without gradients
-            if self._graphs is None or generator is not None:
+            if self._graphs is None:
                 self._error = take(minibatch)
             else:
                 constants = (adam.constants() for adam in adams)
                 self._error = self._graphs(take, minibatch, self.tau, *constants)
         return self.observed.clone()  # outside, so that it can be used like any other tensor
 
-    def _step(
-        self, adams: list[FlatAdam], generator: torch.Generator | None, minibatch: torch.Tensor
-    ) -> torch.Tensor:
+    def _step(self, adams: list[FlatAdam], minibatch: torch.Tensor) -> torch.Tensor:
         """Do a step's work; return the temporal differences of both critics, [2, n]."""
         for network in self._networks:  # here, as others may have set parameters since
             network.refresh()
         data, update_policy = self._rows.unpack(minibatch), self._actor_adam in adams
-        error = self._differentiate(data, update_policy, generator)
+        error = self._differentiate(data, update_policy)
         self.ranks.mean_([adam.grad for adam in adams], [self.observed])
         for adam in adams:
             adam.step()
@@ -307,13 +298,11 @@ class FusedOffPolicyUpdate(Owner):
             target.lerp_(source, self.tau)
         return error
 
-    def _differentiate(
-        self, data: Transitions, update_policy: bool, generator: torch.Generator | None
-    ) -> torch.Tensor:
+    def _differentiate(self, data: Transitions, update_policy: bool) -> torch.Tensor:
         """Compute gradients and statistics, in place; return the temporal differences."""
         draws = 1 + self.policy_draws * update_policy
         noise = data.weight.new_empty(draws, len(data.weight), len(self._reach))
-        noise.normal_(generator=generator)  # in one call, in the order in which the loss draws
+        noise.normal_()  # in one call, in the order in which the loss draws
         thread = None if self._critics_in_one_thread else self._thread
         if update_policy and isinstance(thread, SideStream):
             thread = None  # a stream is the policy's then; a thread helps once it is done

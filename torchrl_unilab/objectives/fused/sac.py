@@ -123,14 +123,12 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         """The last step's larger absolute temporal difference of the two critics, [n]."""
         return self._error.abs().amax(0)
 
-    def _differentiate(
-        self, data: Transitions, update_policy: bool, generator: torch.Generator | None
-    ) -> torch.Tensor:
+    def _differentiate(self, data: Transitions, update_policy: bool) -> torch.Tensor:
         loss = self.loss
         if loss.min_log_alpha is not None or loss.max_log_alpha is not None:
             self._log_alpha.clamp_(loss.min_log_alpha, loss.max_log_alpha)
         self.observed[3] = self._alpha = self._log_alpha.exp()
-        return super()._differentiate(data, update_policy, generator)
+        return super()._differentiate(data, update_policy)
 
     def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:
         """Soft value of the next state: ``min_i Q_i(s', a') - alpha log p(a')`` (eq. 3)."""
