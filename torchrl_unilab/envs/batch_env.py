@@ -105,12 +105,6 @@ class MujocoBatchEnv(EnvBase, metaclass=Constructor):
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> MujocoBatchEnv:
-        """Keep the constructor's arguments, those of a derived class among them."""
-        env: MujocoBatchEnv = super().__new__(cls, *args, **kwargs)
-        env.__dict__["_arguments"] = (args, kwargs)  # nn.Module is not initialised yet
-        return env
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to build such an environment: physics and its threads are not copied."""
         args, kwargs = self._arguments

@@ -10,7 +10,7 @@ from torchrl_unilab.errors import ConfigError
 
 
 class Constructor(_EnvPostInit):
-    """The metaclass of environments that start no episode by themselves."""
+    """The metaclass of environments that reset by no setting, and keep their arguments."""
 
     def __call__(self, *args: Any, auto_reset: bool = False, **kwargs: Any) -> Any:
         """Construct an environment.
@@ -23,4 +23,6 @@ class Constructor(_EnvPostInit):
                 f"{self.__name__}: auto_reset is {auto_reset} (expected False: a step returns the "
                 "true next observation). Leave it out; step_and_maybe_reset starts episodes."
             )
-        return super().__call__(*args, **kwargs)
+        env = super().__call__(*args, **kwargs)
+        env._arguments = args, kwargs  # from which a copy is built, of a derived class, too
+        return env
