@@ -13,6 +13,8 @@ import psutil
 import pytest
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
 from torchrl.envs import EnvBase, RewardScaling, TransformedEnv
 from torchrl.envs.transforms import Transform
 from torchrl.envs.utils import ExplorationType, exploration_type
@@ -340,6 +342,26 @@ def test_no_episodes_at_all_and_no_steps_are_refused(policy, count):
     with pytest.raises(ConfigError, match=rf"{count}: 0 \(expected an integer of at least 1\)"):
         evaluate(env, policy, **{count: 0})
     env.close()
+
+
+def test_dropout_and_batch_statistics_are_off_while_a_policy_is_evaluated():
+    layers = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    layers[0].eval()  # as a user has frozen it
+    normed = TensorDictModule(layers, in_keys=["observation"], out_keys=["action"])
+    plain = TensorDictModule(layers[2], in_keys=["observation"], out_keys=["action"])
+    layers[0].running_var.fill_(1.0 - layers[0].eps)  # it changes nothing by these statistics
+
+    assert _expected(normed) == _expected(plain)
+    assert [layer.training for layer in layers] == [False, True, True]
+    layers.train()
+    assert _expected(normed) == _expected(plain)
+    assert not layers[0].running_mean.any()
+    with (
+        contextlib.closing(UniLabShmTransport.from_state_dict(normed)) as published,
+        _evaluating(make_env, normed, published, interval=1, seed=5) as background,
+    ):
+        _collect(background, background._trainer, 1, finish=True)
+        assert background.evaluations[0].mean_return == _expected(plain)
 
 
 class RewardNoise(Transform):

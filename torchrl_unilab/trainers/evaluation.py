@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import cloudpickle
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from torch import nn
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.trainers import Trainer
@@ -49,7 +50,7 @@ def evaluate(
 
     Args:
         env: Batch size [N] or [].
-        policy: Writes the action.
+        policy: Writes the action; in ``eval`` mode meanwhile.
         episodes: Number of episodes, one of each environment at a time; N by default (1 for batch
             size []).
         max_steps: Steps after which an unfinished episode is cut.
@@ -71,7 +72,22 @@ def evaluate(
         torch.Size([3])
         >>> env.close()
     """
-    return _play_episodes(env, policy, episodes, max_steps, seed)[0]
+    with _eval_mode(policy):
+        return _play_episodes(env, policy, episodes, max_steps, seed)[0]
+
+
+@contextlib.contextmanager
+def _eval_mode(policy: Policy) -> Iterator[None]:
+    """Have dropout and batch statistics off, as TorchRL's evaluations do; then as before."""
+    modules = policy.modules() if isinstance(policy, nn.Module) else ()
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _play_episodes(
@@ -289,6 +305,7 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
     """Evaluate on request, until the learner ends."""
     os.nice(_NICENESS)
     create_env, create_stage, policy, episodes, max_steps, seed, keep = cloudpickle.loads(payload)
+    policy.eval()
 
     def act_while_needed(current: TensorDictBase) -> TensorDictBase:
         link.request(block=False)  # raises if the learner has ended; no request comes meanwhile
