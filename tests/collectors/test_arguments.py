@@ -14,7 +14,7 @@ from torchrl.envs import TensorDictPrimer, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 
 from tests.support.acting import StillEnv, make_policy
-from tests.support.collecting import CountingEnv, actor
+from tests.support.collecting import CountingEnv, EndingForAgents, actor
 from tests.support.processes import live_children
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.arguments import WorkerSettings, find_device, resolve_policy
@@ -282,14 +282,6 @@ def test_workers_in_which_nothing_would_pull_are_refused():
         _inline(weight_sync_schemes={"policy": UniLabShmScheme(pull="manual")})
 
 
-class _OfAgents(CountingEnv):
-    """Ends for agents alone."""
-
-    @property
-    def done_keys(self) -> list[Any]:
-        return [("agents", "done"), ("agents", "terminated")]
-
-
 def test_an_environment_that_no_time_limit_ends_is_collected_from():
     with APPOCollector(StillEnv, make_policy(), frames_per_batch=4, inline=True) as collector:
         after = next(iter(collector))["next"]
@@ -299,7 +291,7 @@ def test_an_environment_that_no_time_limit_ends_is_collected_from():
 
 def test_an_environment_that_ends_for_agents_alone_is_refused():
     with pytest.raises(ConfigError, match=r"done keys .*'agents'"):
-        APPOCollector(_OfAgents, make_policy(), frames_per_batch=16, inline=True)
+        APPOCollector(EndingForAgents, make_policy(), frames_per_batch=16, inline=True)
 
 
 def test_the_state_of_another_collector_is_refused_and_changes_nothing():

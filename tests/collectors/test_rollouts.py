@@ -7,8 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
-from torchrl.data import Composite, Unbounded
 from torchrl.envs import CatFrames, DTypeCastTransform, EnvCreator, TransformedEnv, VecNorm
 from torchrl.envs.utils import ExplorationType
 
@@ -20,6 +18,7 @@ from tests.support.collecting import (
     IDS,
     STEPS,
     VERSION,
+    Agents,
     CountingEnv,
     actor,
     appo_collector,
@@ -275,22 +274,6 @@ def test_what_the_first_worker_does_not_measure_is_left_out():
             if not math.isnan(collector.metrics().values["5"]):
                 break
         assert collector.metrics().values == {"both": 1.0, "5": 2.0}
-
-
-class Agents(CountingEnv):
-    """`CountingEnv` with a reward each for two agents: a third and two thirds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shape = self.batch_size
-        inner = Composite(reward=Unbounded((*shape, 2, 1)), shape=shape)
-        self.reward_spec = Composite(agents=inner, shape=shape)
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        out = super()._step(tensordict)
-        share = torch.tensor([[1.0], [2.0]]) / 3.0
-        out["agents"] = TensorDict(reward=out.pop("reward").unsqueeze(-1) * share, batch_size=ENVS)
-        return out
 
 
 def test_returns_are_sums_over_all_rewards_of_an_environment():

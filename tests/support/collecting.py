@@ -228,6 +228,32 @@ def actor(seed: int = 0, size: int = SIZE, actions: int = 1) -> ProbabilisticAct
     return make_actor(size, actions, hidden=(8,))
 
 
+class Agents(CountingEnv):
+    """`CountingEnv` with a reward each for two agents: a third and two thirds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = self.batch_size
+        inner = Composite(reward=Unbounded((*shape, 2, 1)), shape=shape)
+        self.reward_spec = Composite(agents=inner, shape=shape)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        out = super()._step(tensordict)
+        share = torch.tensor([[1.0], [2.0]]) / 3.0
+        out["agents"] = TensorDict(
+            reward=out.pop("reward").unsqueeze(-1) * share, batch_size=self.batch_size
+        )
+        return out
+
+
+class EndingForAgents(CountingEnv):
+    """Ends for agents alone."""
+
+    @property
+    def done_keys(self) -> list[Any]:
+        return [("agents", "done"), ("agents", "terminated")]
+
+
 def linear_policy(size: int = SIZE, *, inplace: bool | str) -> TensorDictModule:
     """A policy that writes into its input, or into a TensorDict of its own."""
     torch.manual_seed(0)

@@ -50,6 +50,14 @@ def test_returns_are_summed_over_batches_by_trajectory():
     assert returns.mean == 20.0
 
 
+def test_a_return_is_the_sum_over_agents():
+    batch = _batch([[0, 0], [1, 1]], [[1, 2], [10, 20]], [[False, True], [False, True]])
+    of_agents = batch["next", "reward"].unsqueeze(-2) * torch.tensor([[0.25], [0.75]])
+    returns = EpisodeReturns()
+    returns(batch.set(("next", "reward"), of_agents))
+    assert list(returns.finished) == [3.0, 30.0]
+
+
 def test_batches_without_trajectory_ids_are_refused():
     with pytest.raises(LayoutKeyError, match=r"no \('collector', 'traj_ids'\) .*track_traj_ids"):
         EpisodeReturns()(_batch([[0]], [[1]], [[True]]).exclude(("collector", "traj_ids")))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -83,6 +83,14 @@ def reward_terms(env: EnvBase) -> dict[str, float]:
     base = base_env(env)
     terms = base.reward_terms if isinstance(base, MujocoBatchEnv) else {}
     return {f"reward_{name.removeprefix('reward_')}": float(v.mean()) for name, v in terms.items()}
+
+
+def rewards_of(
+    after: TensorDictBase, keys: Sequence[NestedKey], shape: Sequence[int]
+) -> torch.Tensor:
+    """Return an environment's rewards, summed over agents and over keys, float64 of `shape`."""
+    rewards = [after.get(key).reshape(*shape, -1).sum(-1) for key in keys]
+    return torch.stack(rewards).sum(0).double()
 
 
 def act(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
@@ -380,10 +388,8 @@ class RolloutWorker:
         torch.stack(trajectories, time_dim, out=slot.get(TRAJECTORIES))
         after = slot.get("next")
         shape = (self.num_envs, self.num_steps)
-        # The reward of an environment is summed over agents and over reward keys.
-        rewards = [after.get(key).reshape(*shape, -1).sum(-1) for key in env.reward_keys]
         ends = (after.get(key).reshape(shape).numpy() for key in ("done", "terminated"))
-        self.log.add(torch.stack(rewards).sum(0).double().numpy(), *ends)
+        self.log.add(rewards_of(after, env.reward_keys, shape).numpy(), *ends)
         self.frames += slot.numel()
         clock.to("write")
 

@@ -22,8 +22,8 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.trainers import Trainer
 
 from torchrl_unilab.checks import as_integer
-from torchrl_unilab.collectors.arguments import CreateEnv
-from torchrl_unilab.collectors.worker import Policy, act, base_env, closing_env, on_host
+from torchrl_unilab.collectors.arguments import CreateEnv, check_done_keys
+from torchrl_unilab.collectors.worker import Policy, act, base_env, closing_env, on_host, rewards_of
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import UsageError
 from torchrl_unilab.runtime.link import Link
@@ -58,10 +58,10 @@ def evaluate(
             transforms; torch's generator is left as it was. None seeds nothing.
 
     Returns:
-        The returns, float64, [episodes].
+        The returns, float64, [episodes], summed over agents and reward keys.
 
     Raises:
-        ConfigError: `episodes` or `max_steps` is below 1.
+        ConfigError: `episodes` or `max_steps` is below 1, or episodes end for some agents alone.
 
     Examples:
         >>> from torchrl_unilab.envs import MujocoBatchEnv
@@ -97,6 +97,7 @@ def _play_episodes(
     envs = env.batch_size.numel()
     count = envs if episodes is None else as_integer("episodes", episodes, "Use 1 or more.")
     max_steps = as_integer("max_steps", max_steps, "Use 1 or more.")
+    check_done_keys(env)
     base = base_env(env)
     with contextlib.ExitStack() as seeded:
         if seed is not None:
@@ -120,7 +121,7 @@ def _play_round(env: EnvBase, policy: Policy, max_steps: int) -> torch.Tensor:
         for _ in range(max_steps):
             stepped, current = env.step_and_maybe_reset(act(policy, current))
             after = stepped["next"]
-            returns += after["reward"].reshape(-1).double().where(running, 0.0)
+            returns += rewards_of(after, env.reward_keys, returns.shape).where(running, 0.0)
             lengths += running
             running &= ~after["done"].reshape(-1)
             if not running.any():

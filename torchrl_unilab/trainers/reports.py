@@ -294,7 +294,7 @@ class EpisodeReturns(LearningCurve):
         batch = batch.select(("collector", "traj_ids"), ("next", "reward"), ("next", "done")).cpu()
         ids, index = torch.unique(batch["collector", "traj_ids"], return_inverse=True)
         index = index.reshape(-1)
-        rewards = batch["next", "reward"].reshape(-1).double()
+        rewards = batch["next", "reward"].double().reshape(len(index), -1).sum(-1)  # over agents
         sums = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, index, rewards)
         done = torch.zeros(len(ids), dtype=torch.bool)
         done[index[batch["next", "done"].reshape(-1)]] = True
