@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.support.playing import assert_same, step
-from torchrl_unilab.envs import TASKS, MujocoBatchEnv, Randomize
+from torchrl_unilab.envs import TASKS, MujocoBatchEnv, MujocoTask, Outcome, Randomize
 from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
 from torchrl_unilab.errors import ConfigError
 
@@ -156,3 +156,30 @@ def test_rewards_that_huge_actions_make_infinite_are_blamed_on_these_first():
     with pytest.raises(ConfigError, match=r"'reward_ctrl'\] .*Check whether actions are huge, or"):
         env.step(root)
     env.close()
+
+
+class Crowd(MujocoTask):
+    """Twenty balls at rest, which a reset may put at one place: contacts that fit no memory."""
+
+    def initial_state(self, rng, qpos, qvel):
+        return np.where(qpos > 1.5, 0.0, qpos), qvel
+
+    def observation(self, fields):
+        return (fields["qpos"],)
+
+    def outcome(self, fields, before, action, dt):
+        return Outcome(np.zeros(len(action)), np.zeros(len(action), dtype=bool), {})
+
+
+@pytest.mark.parametrize(("gap", "found"), [(0.01, "cannot make 2 simulations"), (1.0, "reset")])
+def test_states_that_do_not_fit_the_models_memory_are_refused(gap, found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where MuJoCo writes its warnings
+    ball = '<body pos="{} 0 1"><freejoint/><geom size=".1"/></body>'
+    balls = "".join(ball.format(gap * number) for number in range(20))
+    model = (
+        f'<mujoco><size memory="400K"/><worldbody>{balls}<body pos="0 5 0">'
+        '<joint name="slide" type="slide"/><geom size=".02"/></body></worldbody>'
+        '<actuator><motor joint="slide" ctrlrange="-1 1"/></actuator></mujoco>'
+    )
+    with pytest.raises(ConfigError, match=rf"{found} of crowd: .*increase <size memory"):
+        MujocoBatchEnv(Crowd(name="crowd", model=model), num_envs=2).reset()

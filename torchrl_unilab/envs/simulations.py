@@ -68,13 +68,13 @@ class Simulations:
         model = task.load_model()
         try:
             self.batch = batch = Batch(model, num_envs, num_threads)
-        except ValueError as error:
+            batch.reset()
+        except (SimulationError, ValueError) as error:
             raise ConfigError(
-                f"cannot make {num_envs} simulations of {task.name}: {error} (expected a model "
-                "that mujoco.batch takes, and as many as fit memory). Change the model, or lower "
-                "num_envs."
+                f"cannot make {num_envs} simulations of {task.name}: {_line(error)} (expected a "
+                "model that mujoco.batch takes, and as many as fit memory). Change the model, or "
+                "lower num_envs."
             ) from error
-        batch.reset()
         if randomization is None:
             randomization = task.randomization
         what, remedy = f"randomization of {task.name}", "Give a tuple of Randomize."
@@ -136,11 +136,21 @@ class Simulations:
         return diverged if diverged.any() else None
 
     def place(self, ids: Ids, qpos: Array, qvel: Array) -> None:
-        """Put simulations `ids`, sorted, into these states, and reset everything else in them."""
+        """Put simulations `ids`, sorted, into these states, and reset everything else in them.
+
+        Raises:
+            ConfigError: MuJoCo cannot compute one of the states.
+        """
         self.batch.reset(ids, stage=mjtStage.mjSTAGE_NONE.value)
         self.fields["qpos"][ids] = qpos
         self.fields["qvel"][ids] = qvel
-        self.batch.forward(ids)
+        try:
+            self.batch.forward(ids)
+        except SimulationError as error:
+            raise ConfigError(
+                f"reset of {self._name}: {_line(error)} (expected states that MuJoCo computes). "
+                "Change the model, or `initial_state` of the task."
+            ) from error
         self._show_derived(ids)
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,6 +196,10 @@ class Simulations:
             self._loaded = {}
         for name, loaded in self._loaded.items():
             loaded[ids] = self._derived[name][ids]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _keep_inherited() -> None:
