@@ -42,7 +42,7 @@ def test_a_lazy_module_is_refused_by_name():
         ModuleWeights(nn.Sequential(nn.LazyLinear(2)))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_a_module_of_torch_jit_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"module '1': compiled by torch\.jit \(expected"):
         ModuleWeights(nn.Sequential(nn.Tanh(), torch.jit.script(nn.Linear(2, 1))))
