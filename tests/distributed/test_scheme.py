@@ -107,19 +107,18 @@ def test_workers_act_with_the_learners_versions_under_the_learners_numbers(schem
 
 def test_workers_that_do_not_collect_are_named(connected):
     connected.send()
-    for timeout, match in ((None, r"^timeout: .*Use 10\.0"), (0.1, "node 0 worker 0 at 5")):
-        with pytest.raises((ConfigError, WaitTimeoutError), match=match):
-            connected.wait_applied(timeout=timeout)
+    with pytest.raises(WaitTimeoutError, match="node 0 worker 0 at 5"):
+        connected.wait_applied(timeout=0.1)
     assert connected.lag == {(0, 0): 1}
+    for name, bad in (("version", "2"), ("version", -1), ("timeout", None)):
+        with pytest.raises(ConfigError, match=f"^{name}: "):
+            connected.wait_applied(**{name: bad})
 
 
-@pytest.mark.parametrize(
-    ("reports", "said"),
-    [({}, "node 0 has not reported"), ({0: {0: None}}, "node 0 worker 0 at None")],
-)
+@pytest.mark.parametrize(("reports", "said"), [({}, "not reported"), ({0: {0: None}}, "at None")])
 def test_a_node_that_has_not_reported_a_version_is_behind(scheme, reports, said):
     scheme._last_reports = reports
-    with pytest.raises(WaitTimeoutError, match=said):
+    with pytest.raises(WaitTimeoutError, match=f"node 0.* {said}"):
         scheme.wait_applied(timeout=0.1)
     assert scheme.lag == ({(0, 0): None} if reports else {})
 

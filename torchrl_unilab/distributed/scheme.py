@@ -255,10 +255,12 @@ class UniLabRayScheme(WeightSyncScheme):
 
         Raises:
             WaitTimeoutError: Workers are still behind; names them.
-            ConfigError: There is no `timeout`, which would wait for a dead worker without end.
+            ConfigError: `version` is no number of one, or there is no `timeout`, which would wait
+                for a dead worker without end.
         """
-        as_instance("timeout", timeout, Real, "Use 10.0, for example.")
         wanted = self.version if version is None else version
+        as_integer("version", wanted, "Take `scheme.version`.", least=0)
+        as_instance("timeout", timeout, Real, "Use 10.0, for example.")
         if behind := poll_while(partial(self._behind, wanted), timeout, POLL_SECONDS / 10):
             raise WaitTimeoutError(
                 f"workers behind after {timeout:g} s: {behind} (expected version {wanted}). "
