@@ -57,6 +57,15 @@ def _one_thread_and_seed() -> Iterator[None]:
 
 
 @pytest.fixture
+def deleted_directory(tmp_path, monkeypatch) -> None:
+    """A working directory that is there no more, as after `rm -r` in another shell."""
+    directory = tmp_path / "deleted"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    directory.rmdir()
+
+
+@pytest.fixture
 def double_precision() -> None:
     """Make float64 the default dtype, so that equations hold to many digits."""
     torch.set_default_dtype(torch.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
@@ -261,8 +260,9 @@ def test_a_config_that_cannot_be_repeated_is_refused_with_the_reason(lines, said
     assert said in capsys.readouterr().err
 
 
-def test_in_a_directory_that_is_gone_a_command_ends_with_one_line(monkeypatch, capsys):
-    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    monkeypatch.setattr(os, "getcwd", Mock(side_effect=gone))
+def test_in_a_directory_that_is_gone_a_command_ends_with_one_line_that_says_so(
+    deleted_directory, capsys
+):
     assert main(["tasks"]) == 2
-    assert capsys.readouterr().err == "error: [Errno 2] No such file or directory\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: working directory: deleted (expected")

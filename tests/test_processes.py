@@ -15,12 +15,14 @@ import pytest
 
 from tests.support.processes import DEADLINE, process_with_id, receive, spawned, wait_for
 from tests.support.striking import exit_code_of, forked
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.processes import (
     process_id,
     process_is_alive,
     process_is_stopped,
     process_word,
     this_process,
+    working_directory,
 )
 
 
@@ -119,3 +121,8 @@ def test_off_linux_processes_are_known_by_id_and_start_time_too(monkeypatch):
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
         assert process_word(child) == 0
     assert process_word(child) == 0
+
+
+def test_a_working_directory_that_was_deleted_is_refused(deleted_directory):
+    with pytest.raises(ConfigError, match=r"^working directory: deleted \(expected .*`cd`"):
+        working_directory()

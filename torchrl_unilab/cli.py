@@ -41,6 +41,7 @@ from torchrl_unilab.errors import (
 )
 from torchrl_unilab.fork_server import start_fork_server
 from torchrl_unilab.limits import launcher_env, local_ranks
+from torchrl_unilab.processes import working_directory
 
 _REMEDIES = {
     errno.ENOSPC: " (expected room for a run's files). Make room, or choose another directory.",
@@ -56,8 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, _hang_up)
     try:
-        if os.getcwd() not in sys.path:  # for the user's tasks; last, so that it hides no module
-            sys.path.append(os.getcwd())
+        sys.path.append(working_directory())  # for the user's tasks; last: it hides no module
         options = _parser(_task_of(arguments)).parse_args(arguments)
         import numpy  # noqa: F401  # first: torch's C code would import it, and drop a Ctrl-C
 

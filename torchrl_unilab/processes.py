@@ -16,9 +16,26 @@ from pathlib import Path
 
 import psutil
 
+from torchrl_unilab.errors import ConfigError
+
 _ID_BITS = 22  # the largest process id of 64-bit Linux is 2**22 - 1
 _START_BITS = 41  # start time in 1/100 s; with the id, a word stays below 2**63
 _STATE, _START = 0, 19  # fields of /proc/<pid>/stat after the name of the program
+
+
+def working_directory() -> str:
+    """Return this process's working directory.
+
+    Raises:
+        ConfigError: It was deleted.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "working directory: deleted (expected one that exists, as new processes start in it). "
+            "Change to another, or to the new one of its name, by `cd`."
+        ) from None
 
 
 def this_process() -> int:

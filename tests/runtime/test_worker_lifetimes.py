@@ -231,3 +231,8 @@ def test_a_worker_that_fails_while_it_ends_is_reported(tmp_path):
     WorkerGroup(_leave_with, [("", said), ("no such thing", said)]).stop(DEADLINE)
     assert said.read_text().count("Traceback") == 1
     assert said.read_text().endswith("LookupError: no such thing\n")
+
+
+def test_no_worker_is_started_in_a_working_directory_that_was_deleted(deleted_directory):
+    with pytest.raises(ConfigError, match="working directory: deleted"):
+        make_group()

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError, WorkerError
 from torchrl_unilab.limits import files_to_open
+from torchrl_unilab.processes import working_directory
 from torchrl_unilab.runtime.link import Channel, PickledArguments, serve
 from torchrl_unilab.runtime.worker_process import CONTINUE_SECONDS, WorkerProcess
 from torchrl_unilab.waits import deadline, watch
@@ -59,7 +60,8 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
 
     Raises:
         WorkerError: A worker failed while it started; the others are stopped.
-        ConfigError: This process is daemonic, and so may have none, or may open no more files.
+        ConfigError: This process is daemonic, and so may have none, or may open no more files, or
+            its working directory was deleted.
 
     Examples:
         >>> from torchrl_unilab.runtime import WorkerGroup
@@ -103,6 +105,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
             raise
 
     def _start(self, index: int) -> WorkerProcess:
+        working_directory()  # multiprocessing asks for it, too
         with files_to_open(f"{self._name}s", "more, for their pipes", "start fewer"):
             return self._start_process(index)
 

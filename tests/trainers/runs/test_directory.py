@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from torchrl_unilab.trainers.runs.directory import (
     check_run_dir,
     check_same_run,
     run_dir_held,
+    run_path,
     write_whole,
 )
 
@@ -78,3 +80,9 @@ def test_a_link_that_leads_nowhere_is_no_directory_for_a_run(tmp_path):
     (tmp_path / "run").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"it is a file \(expected a new or empty directory\)"):
         check_run_dir(tmp_path / "run")
+
+
+def test_a_run_directory_below_a_working_directory_that_was_deleted_is_refused(deleted_directory):
+    with pytest.raises(ConfigError, match=r"'run': relative to a working directory .* deleted"):
+        run_path("run")
+    assert run_path("/run") == Path("/run")

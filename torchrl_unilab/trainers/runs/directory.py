@@ -34,7 +34,8 @@ def run_path(run_dir: StrPath) -> Path:
     """Return a run's directory, absolute, as environments may change the working directory.
 
     Raises:
-        ConfigError: `run_dir` is empty, in the home of an unknown user, or no text in this locale.
+        ConfigError: `run_dir` is empty, in the home of an unknown user, no text in this locale, or
+            relative to a working directory that was deleted.
     """
     reason = "empty"
     try:
@@ -43,6 +44,8 @@ def run_path(run_dir: StrPath) -> Path:
         elif name := os.fspath(run_dir):
             name.encode()  # TensorBoard does so, too
             return Path(name).expanduser().absolute()
+    except FileNotFoundError:
+        reason = "relative to a working directory that was deleted"
     except UnicodeEncodeError:
         reason = f"no text in the locale's {sys.getfilesystemencoding()}"
     except RuntimeError as error:
