@@ -361,6 +361,13 @@ def test_an_unlinked_file_serves_as_anonymous_segment_off_linux(monkeypatch, tmp
         assert list(tmp_path.iterdir()) == []
 
 
+def test_a_directory_that_cannot_be_written_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as root may write it
+    with pytest.raises(ConfigError, match=r"_SHM_DIR: .* \(expected a directory that may be wri"):
+        SharedSegment(1024, name="unilab-test")
+
+
 def test_a_directory_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", "/no/such/directory")
     with pytest.raises(ConfigError, match="TORCHRL_UNILAB_SHM_DIR"):

@@ -26,13 +26,13 @@ def path() -> Path:
 
 
 @pytest.mark.parametrize(
-    ("mounted", "expected"), [(True, "/dev/shm"), (False, tempfile.gettempdir())]
+    ("writable", "expected"), [(True, "/dev/shm"), (False, tempfile.gettempdir())]
 )
-def test_segments_lie_on_the_mount_for_them_or_where_temporary_files_do(
-    mounted, expected, monkeypatch
+def test_segments_lie_on_the_mount_for_them_if_it_can_be_written_or_where_temporary_files_do(
+    writable, expected, monkeypatch
 ):
     monkeypatch.delenv("TORCHRL_UNILAB_SHM_DIR")
-    monkeypatch.setattr(Path, "is_dir", lambda _: mounted)
+    monkeypatch.setattr(os, "access", lambda path, mode: writable)
     assert named_directory() == Path(expected)
 
 

@@ -50,16 +50,16 @@ def named_by_default() -> bool:
 
 
 def named_directory() -> Path:
-    """Return the directory that holds named segments: the shared-memory mount if any."""
+    """Return the directory of named segments: the shared-memory mount if it can be written."""
     if configured := os.environ.get("TORCHRL_UNILAB_SHM_DIR"):
-        if not Path(configured).is_dir():
+        if not os.access(configured, os.W_OK) or not Path(configured).is_dir():
             raise ConfigError(
-                f"TORCHRL_UNILAB_SHM_DIR: {configured!r} (expected a directory). Make it, or unset "
-                "the variable."
+                f"TORCHRL_UNILAB_SHM_DIR: {configured!r} (expected a directory that may be written "
+                "to). Make it, or unset the variable."
             )
         return Path(configured)
     mount = Path("/dev/shm")
-    return mount if mount.is_dir() else Path(tempfile.gettempdir())
+    return mount if os.access(mount, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def free_bytes(named: bool | None = None) -> int:
