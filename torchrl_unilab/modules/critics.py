@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, set_skip_existing
 from torch import nn
 
-from torchrl_unilab.modules.mlp import between, checked_widths, relu_mlp, tanh_mlp
+from torchrl_unilab.modules.mlp import checked_widths, layer_widths, relu_mlp, tanh_mlp
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
 
 
@@ -82,7 +82,7 @@ def make_critic(
         >>> make_critic(3)(TensorDict(observation=torch.zeros(5, 3)))["state_value"].shape
         torch.Size([5, 1])
     """
-    net = tanh_mlp(between(observation_size, hidden, 1), last_gain=1.0)
+    net = tanh_mlp(layer_widths(observation_size, hidden, 1), last_gain=1.0)
     return StateValue(in_key, normalizer, net)
 
 
@@ -118,5 +118,5 @@ def make_q_value(
         torch.Size([5, 1])
     """
     inputs = sum(checked_widths([observation_size, action_size]))
-    net = relu_mlp(between(inputs, hidden, 1), layer_norm=layer_norm)
+    net = relu_mlp(layer_widths(inputs, hidden, 1), layer_norm=layer_norm)
     return QValue(in_key, normalizer, net)

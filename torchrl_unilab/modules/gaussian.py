@@ -19,7 +19,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor
 
 from torchrl_unilab.checks import as_number
-from torchrl_unilab.modules.mlp import between, tanh_mlp
+from torchrl_unilab.modules.mlp import layer_widths, tanh_mlp
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
 
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -192,6 +192,6 @@ def make_actor(
         (torch.Size([5, 2]), torch.Size([5]))
     """
     as_number("log_std", log_std, "Leave it out for the default.")
-    net = tanh_mlp(between(observation_size, hidden, action_size), last_gain=0.01)
+    net = tanh_mlp(layer_widths(observation_size, hidden, action_size), last_gain=0.01)
     parameters = GaussianParameters(in_key, normalizer, net, action_size, log_std)
     return GaussianActor(parameters, noise_correlation)

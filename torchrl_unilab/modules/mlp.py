@@ -25,7 +25,7 @@ def checked_widths(sizes: Sequence[int]) -> list[int]:
     return widths
 
 
-def between(inputs: int, hidden: Iterable[int], outputs: int) -> list[int]:
+def layer_widths(inputs: int, hidden: Iterable[int], outputs: int) -> list[int]:
     """Return the widths of a network; refuse `hidden` that are not several, such as 64."""
     remedy = "List the width of each layer, as in (64, 64)."
     return [inputs, *as_instance("hidden", hidden, Iterable, remedy), outputs]

@@ -20,7 +20,7 @@ from torchrl.modules import TanhNormal
 from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.gaussian import DirectActor
-from torchrl_unilab.modules.mlp import between, relu_mlp
+from torchrl_unilab.modules.mlp import layer_widths, relu_mlp
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
 
 
@@ -211,7 +211,7 @@ def make_sac_actor(
             "Leave it out for the default."
         )
     lowest, highest = _bounds(low, high, action_size)
-    net = relu_mlp(between(observation_size, hidden, 2 * action_size), layer_norm=layer_norm)
+    net = relu_mlp(layer_widths(observation_size, hidden, 2 * action_size), layer_norm=layer_norm)
     parameters = SquashedGaussianParameters(
         in_key, normalizer, net, lowest, highest, log_std_bounds=log_std_bounds
     )
@@ -256,7 +256,7 @@ def make_td3_actor(
         True
     """
     lowest, highest = _bounds(low, high, action_size)
-    net = relu_mlp(between(observation_size, hidden, action_size), layer_norm=layer_norm)
+    net = relu_mlp(layer_widths(observation_size, hidden, action_size), layer_norm=layer_norm)
     return SquashedDeterministicActor(in_key, normalizer, net, lowest, highest)
 
 

@@ -52,7 +52,10 @@ class Task(Generic[_T]):
             self._end.release()
 
     def cancel(self) -> bool:
-        """Keep the function from being run; return false if it has begun."""
+        """Keep the function from being run, for good; return false if it has begun.
+
+        A task that was cancelled has no result: waiting for it would not end.
+        """
         return self._claim("cancel")
 
     def done(self) -> bool:

@@ -101,7 +101,8 @@ class WorkerVersions:
 
         Raises:
             WaitTimeoutError: Workers are still behind; names them, and which are dead or stopped.
-            ConfigError: There is no `timeout`, which would wait for a dead worker without end.
+            ConfigError: `version` is no number of one, or there is no `timeout`, which would wait
+                for a dead worker without end.
         """
         transport = self._require_transport()
         if version is not None:
