@@ -21,7 +21,7 @@ from torchrl.data import (
 from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
 from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter
 
-from tests.support.interrupts import SAMPLED, each_interrupt
+from tests.support.interrupts import each_interrupt
 from tests.support.processes import shared_mappings, spawned
 from tests.support.rollouts import make_rollout
 from tests.support.transitions import transitions
@@ -225,11 +225,10 @@ def test_a_writer_has_nothing_to_save(cls, tmp_path):
     assert (writer.state_dict(), list(tmp_path.iterdir())) == ({}, [])
 
 
-@SAMPLED
 @BOTH
-def test_what_an_interrupt_kept_from_closing_is_closed_by_the_next_call(cls, step):
+def test_what_an_interrupt_kept_from_closing_is_closed_by_the_next_call(cls):
     modules = [inspect.getmodule(each) for each in (SharedStorage, cls, SharedRows)]
-    for interrupt in each_interrupt(*filter(None, modules), least=3, step=step):
+    for interrupt in each_interrupt(*filter(None, modules), least=3):
         storage, before = filled(cls), shared_mappings()
         interrupt.during(storage.close)
         assert storage.closed or len(storage) == 2

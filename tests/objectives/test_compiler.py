@@ -106,7 +106,7 @@ def test_no_interrupt_is_lost_in_compiled_steps(algorithm, thread, monkeypatch):
         update.compile()
         packed = update.prepare(transitions_of(loss, 32, 0))
         update.step(packed)
-        for _ in range(100):
+        for _ in range(200):
             with pytest.raises(KeyboardInterrupt):
                 _step_until_alarmed(update, packed, sent)
 

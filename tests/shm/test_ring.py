@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.descriptors import descriptors, may_open
-from tests.support.interrupts import SAMPLED, each_interrupt
+from tests.support.interrupts import each_interrupt
 from tests.support.processes import DEADLINE, receive, spawned
 from tests.support.rings import (
     attach,
@@ -246,10 +246,9 @@ def test_a_forked_child_that_closes_leaves_its_parents_ring_as_it_is():
         assert write(ring, timeout=0)
 
 
-@SAMPLED
-def test_an_interrupted_close_can_be_finished(step):
-    before, modules = descriptors(), (ring_module, ring_writer, tokens, segment_module)
-    for interrupt in each_interrupt(*modules, step=step):
+def test_an_interrupted_close_can_be_finished():
+    before = descriptors()
+    for interrupt in each_interrupt(ring_module, ring_writer, tokens, segment_module):
         ring = make_ring(slots=2)
         write(ring)
         interrupt.during(ring.close)

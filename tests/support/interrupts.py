@@ -11,14 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torchrl.envs.utils import exploration_type, set_exploration_type
 
 from tests.support.garbage import uncollected
-
-SAMPLED = pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
-"""For tests of many points: each fifth, or in slow tests each."""
 
 _WITHOUT_EFFECT = ("LOAD", "STORE_FAST", "PUSH", "POP", "COPY", "SWAP", "PRECALL", "KW_NAMES")
 _WITHOUT_EFFECT += ("COMPARE", "CONTAINS", "IS_OP", "BINARY", "UNARY", "BUILD", "UNPACK", "JUMP_F")
