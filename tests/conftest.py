@@ -79,10 +79,18 @@ def hangs_up() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _earlier_objects_are_frozen() -> None:
+    """Collections do not look through what earlier modules of tests imported, or left."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_is_left_behind() -> Iterator[None]:
     """After all tests of a process: no child process and no segment of ours."""
     yield
+    gc.unfreeze()
     gc.collect()
     assert not live_children()
     assert not os.listdir(_OWN)
