@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import fcntl
@@ -20,9 +21,10 @@ import psutil
 import pytest
 import torch
 
-from tests.support.descriptors import may_open
+from tests.support.descriptors import descriptors, may_open
 from tests.support.interrupts import each_interrupt
 from tests.support.processes import DEADLINE, receive, spawned
+from tests.support.rings import attached
 from tests.support.striking import exit_code_of
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
 from torchrl_unilab.shm import segment as segment_module
@@ -90,7 +92,7 @@ def _is_locked_for_others(segment: SharedSegment) -> bool:
 def test_closing_another_attachment_of_this_process_ends_none_of_its_locks(name):
     with SharedSegment(64, name=name) as segment:
         fcntl.lockf(segment.descriptor, fcntl.LOCK_EX, 1)
-        _attached_again(segment).close()
+        attached(segment).close()
         assert _is_locked_for_others(segment)
         fcntl.lockf(segment.descriptor, fcntl.LOCK_UN, 1)
         assert not _is_locked_for_others(segment)
@@ -99,16 +101,9 @@ def test_closing_another_attachment_of_this_process_ends_none_of_its_locks(name)
 @NAMES
 def test_the_last_attachment_closes_all_descriptors(name):
     before = psutil.Process().num_fds()
-    with SharedSegment(64, name=name) as segment, _attached_again(segment):
+    with SharedSegment(64, name=name) as segment, attached(segment):
         pass
     assert psutil.Process().num_fds() == before
-
-
-def _attached_again(segment: SharedSegment) -> SharedSegment:
-    """The segment as it comes back from another process."""
-    if segment.name is not None:
-        return SharedSegment.attach(segment.name)
-    return SharedSegment._attach_descriptor(os.dup(segment.descriptor), segment.nbytes, None)
 
 
 def test_a_named_segment_is_attached_again_and_again_by_one_descriptor():
@@ -214,8 +209,7 @@ def test_a_size_below_one_is_refused(nbytes):
 @NAMES
 def test_a_segment_that_does_not_fit_is_refused_before_allocation(name, monkeypatch):
     monkeypatch.setattr(segment_module, "free_bytes", lambda named: 1023)
-    monkeypatch.setattr(segment_module, "_create_named", pytest.fail)
-    monkeypatch.setattr(segment_module, "_create_anonymous", pytest.fail)
+    monkeypatch.setattr(segment_module, "_create", pytest.fail)
     where = "memory" if name is None else "shared-memory mount"
     expected = rf"1024 bytes do not fit .*at most 1023 bytes, free in {where}"
     with pytest.raises(SegmentSpaceError, match=expected):
@@ -250,6 +244,24 @@ def test_an_error_or_interrupt_while_pages_are_taken_leaves_nothing(
         SharedSegment(1024, name="unilab-test")
     assert list(tmp_path.iterdir()) == [], refused.traceback  # though the error is kept
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@NAMES
+def test_an_interrupt_at_any_point_of_making_or_attaching_a_segment_leaves_nothing(
+    name, monkeypatch
+):
+    # No signal comes between a block and the end of its lock, which is in C: a tracer does.
+    monkeypatch.setattr(segment_module, "_mappings_lock", contextlib.nullcontext())
+    before = descriptors()
+
+    def make_and_attach() -> None:
+        with SharedSegment(64, name=name) as segment:
+            attached(segment).close()
+
+    for interrupt in each_interrupt(segment_module):
+        interrupt.during(make_and_attach)
+        assert descriptors() == before
+        assert not (named_directory() / NAME).exists()
 
 
 def test_a_limit_of_file_sizes_is_named():

@@ -19,6 +19,7 @@ import torch
 from tests.support.processes import DEADLINE
 from tests.support.watching import WatchedPipe, WatchedWords
 from torchrl_unilab.errors import PeerGoneError
+from torchrl_unilab.shm import segment as segment_module
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.segment import SharedSegment
@@ -53,6 +54,8 @@ def make_ring(elements: int = ELEMENTS, **settings: Any) -> RolloutRing:
 
 
 class _Descriptor:
+    """One of a message to this process, as a spawned process gets it."""
+
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
@@ -60,13 +63,17 @@ class _Descriptor:
         return os.dup(self._descriptor)
 
 
+def attached(segment: SharedSegment) -> SharedSegment:
+    """The segment once more, as another process has it."""
+    if segment.name is not None:
+        return SharedSegment.attach(segment.name)
+    return segment_module._attach_pickled(_Descriptor(segment.descriptor), segment.nbytes)
+
+
 def attach(ring: RolloutRing) -> RolloutRing:
     """The ring once more, as another process has it."""
-    segment = ring._segment
     state = {name: getattr(ring, name) for name in ("layout", "slots", "writers", "overflow")}
-    state["_segment"] = SharedSegment._attach_descriptor(
-        os.dup(segment._descriptor), segment.nbytes, None
-    )
+    state["_segment"] = attached(ring._segment)
     pipes = (*ring._free, *ring._ready)
     state["ends"] = [tuple(map(_Descriptor, pipe.ends)) for pipe in pipes]
     other = RolloutRing.__new__(RolloutRing)

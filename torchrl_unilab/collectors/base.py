@@ -48,10 +48,10 @@ from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import Measure, check_env, close_env, on_host, reward_terms
 from torchrl_unilab.data.stock import check_stock_arguments
 from torchrl_unilab.errors import SegmentClosedError, UsageError
+from torchrl_unilab.owner import closed_error
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.runtime.workers import STOP_SECONDS, WorkerGroup
-from torchrl_unilab.shm.segment import closed_error
 
 Explore = Callable[[TensorDictModuleBase], TensorDictModuleBase]
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchrl_unilab.owner import Owner
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
-from torchrl_unilab.shm.segment import Owner
 
 PHASES = ("physics", "policy", "write", "wait")
 """Where a worker's time goes: environment, policy, filling the slot, waiting for one."""

@@ -19,8 +19,8 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl_unilab.checks import as_instance
 from torchrl_unilab.data.positions import MASKS
 from torchrl_unilab.errors import ConfigError, UsageError
+from torchrl_unilab.owner import Owner, closed_error
 from torchrl_unilab.shm.handover import check_spawning
-from torchrl_unilab.shm.segment import Owner, closed_error
 
 
 class SharedStorageCheckpointer(StorageCheckpointerBase):

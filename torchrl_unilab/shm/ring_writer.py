@@ -20,11 +20,12 @@ import torch
 
 from torchrl_unilab.checks import as_choice, as_integer
 from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError
+from torchrl_unilab.owner import Owner
 from torchrl_unilab.processes import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.handover import check_spawning, handed_over
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.lock import RangeLock
-from torchrl_unilab.shm.segment import Owner, SharedSegment
+from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.tokens import TokenPipe, pack_token, unpack_token, waits
 from torchrl_unilab.shm.words import shared_words, words_nbytes
 

@@ -21,25 +21,24 @@ import sys
 import tempfile
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
+from itertools import starmap
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchrl_unilab.checks import as_choice, as_integer
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
+from torchrl_unilab.errors import ConfigError, SegmentError, SegmentSpaceError
 from torchrl_unilab.limits import available_memory, files_to_open
+from torchrl_unilab.owner import Owner, closed_error
 from torchrl_unilab.shm.handover import check_spawning, handed_over
 
 _LONGEST_NAME = 255  # bytes of a file's name on Linux and macOS
-
-
-_files = partial(files_to_open, "shared segment", "two", "close others")
 
 
 def named_by_default() -> bool:
@@ -76,37 +75,6 @@ def free_bytes(named: bool | None = None) -> int:
     return available_memory()
 
 
-def closed_error(what: str, remedy: str = "Create or attach it again.") -> SegmentClosedError:
-    """Return the error for the use of an object that is closed."""
-    return SegmentClosedError(f"cannot use {what}: it is closed (expected an open one). {remedy}")
-
-
-class Closed:
-    """In place of what an owner has given up, for threads that still use it: refuses every use."""
-
-    def __init__(self, *what: str) -> None:
-        self._what = what  # the arguments of `closed_error`
-
-    def __getattr__(self, used: Any, *_: Any) -> NoReturn:
-        raise closed_error(*self._what)
-
-    __getitem__ = __setitem__ = __getattr__
-
-
-class Owner(ABC):
-    """Base of what owns memory, threads or processes: a context manager that calls `close`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what is owned. Idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 class SharedSegment(Owner):
     """Zero-filled shared bytes, created by one process and attached by others.
 
@@ -137,14 +105,16 @@ class SharedSegment(Owner):
         remedy = "Check the sizes it was computed from."
         nbytes = as_integer("bytes of a shared segment", nbytes, remedy)
         named = name is not None or named_by_default()
-        with _files():
+        if named and name is None:
+            name = f"unilab-{os.getpid()}-{secrets.token_hex(6)}"
+        self.name, path = name, None if name is None else _path(name)
+        with _opened(path) as opened:
             free = free_bytes(named)
             if nbytes > free:
                 raise SegmentSpaceError(_no_room(nbytes, free, named))
-            if named and name is None:
-                name = f"unilab-{os.getpid()}-{secrets.token_hex(6)}"
-            descriptor = _create_anonymous() if name is None else _create_named(name)
-            self._open(descriptor, nbytes, name, owner_pid=os.getpid())
+            _create(path, opened)
+            _reserve(opened[0], nbytes, named)
+            self._map(opened[0], nbytes, opened, path)
 
     @classmethod
     def attach(cls, name: str) -> SharedSegment:
@@ -156,42 +126,27 @@ class SharedSegment(Owner):
             SegmentSpaceError: A limit of this process's memory leaves no room to map it.
         """
         known = _existing_mapping(name)
-        if known is not None:
-            return cls._attach_descriptor(known.descriptors[0], len(known), name)
-        with _files():
-            descriptor, nbytes = _open_named(name)
-            return cls._attach_descriptor(descriptor, nbytes, name)
-
-    @classmethod
-    def _attach_descriptor(cls, descriptor: int, nbytes: int, name: str | None) -> SharedSegment:
         segment = cls.__new__(cls)
-        segment._open(descriptor, nbytes, name, owner_pid=None)
+        segment.name = name
+        with _opened() as opened:
+            if known is not None:
+                segment._map(known.descriptors[0], len(known), opened, None)
+            else:
+                nbytes = _open_named(_path(name), opened)
+                segment._map(opened[0], nbytes, opened, None)
         return segment
 
-    def _open(self, descriptor: int, nbytes: int, name: str | None, owner_pid: int | None) -> None:
+    def _map(self, descriptor: int, nbytes: int, opened: list[int], made: Path | None) -> None:
+        """Map a file, whose mapping takes what was `opened`; unlink the name that was `made`."""
         self.nbytes = nbytes
-        self.name = name
         self._descriptor = descriptor
-        path = None if name is None or owner_pid is None else _path(name)
         # Also at the end of an interpreter, and of a forked worker, which runs no atexit.
-        file = os.fstat(descriptor)
-        self._unlink = partial(_unlink, path, owner_pid, file)
+        self._unlink = partial(_unlink, made, os.getpid(), os.fstat(descriptor))
         self._at_exit = Finalize(self, self._unlink, exitpriority=0)
-        self._buffer: npt.NDArray[np.uint8] | None = None
-        try:
-            if owner_pid is not None:
-                _reserve(descriptor, nbytes, named=name is not None)
-            mapping = _map_file(descriptor, nbytes)
-        except BaseException:  # Ctrl-C, too: to take many pages takes seconds
-            with _mappings_lock:
-                owned = any(descriptor in known.descriptors for known in _mappings.values())
-            if not owned:  # else the mapping closes it
-                os.close(descriptor)
-            self._unlink()
-            raise
+        mapping = _map_file(descriptor, nbytes, opened)
         self._thread_locks = mapping.thread_locks
         # The array exports the mapping's buffer, so the mapping outlives every borrowed view.
-        self._buffer = np.frombuffer(mapping, dtype=np.uint8)
+        self._buffer: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8)
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
@@ -257,8 +212,25 @@ os.register_at_fork(
 )
 
 
-def _map_file(descriptor: int, nbytes: int) -> _Mapping:
-    """Map a file, or share its mapping; the mapping owns the descriptor from now on."""
+@contextlib.contextmanager
+def _opened(made: Path | None = None) -> Iterator[list[int]]:
+    """Give a list for the descriptor of a file; close what is in it still at the end.
+
+    One call into C puts the descriptor there, another one moves it to the file's mapping: no
+    interrupt finds it in both or in neither. A file that was `made`, but not mapped, is unlinked.
+    """
+    opened: list[int] = []
+    try:
+        with files_to_open("shared segment", "two", "close others"):
+            yield opened
+    finally:
+        for descriptor in opened:
+            _unlink(made, os.getpid(), os.fstat(descriptor))
+        deque(map(os.close, opened), 0)
+
+
+def _map_file(descriptor: int, nbytes: int, opened: list[int]) -> _Mapping:
+    """Map a file, or share its mapping; the mapping owns what was `opened` from now on."""
     status = os.fstat(descriptor)
     key = (status.st_dev, status.st_ino, nbytes)
     with _mappings_lock:
@@ -272,8 +244,7 @@ def _map_file(descriptor: int, nbytes: int) -> _Mapping:
                 raise SegmentSpaceError(_over_limit("map", nbytes, "ulimit -v")) from error
             mapping.descriptors, mapping.thread_locks = [], {}
             weakref.finalize(mapping, deque, map(os.close, mapping.descriptors), 0)
-    if descriptor not in mapping.descriptors:
-        mapping.descriptors.append(descriptor)
+    mapping.descriptors.extend(starmap(opened.pop, [()] * len(opened)))  # one call: see `_opened`
     return mapping
 
 
@@ -290,50 +261,54 @@ def _existing_mapping(name: str) -> _Mapping | None:
 
 
 def _attach_pickled(descriptor: Any, nbytes: int) -> SharedSegment:
-    return SharedSegment._attach_descriptor(descriptor.detach(), nbytes, None)
+    segment = SharedSegment.__new__(SharedSegment)
+    segment.name = None
+    with _opened() as opened:
+        opened.extend(starmap(descriptor.detach, [()]))
+        segment._map(opened[0], nbytes, opened, None)
+    return segment
 
 
-def _create_anonymous() -> int:
-    if sys.platform == "linux":
-        return os.memfd_create("unilab")
-    descriptor, path = tempfile.mkstemp(prefix="unilab-", dir=named_directory())
-    os.unlink(path)
-    return descriptor
-
-
-def _create_named(name: str) -> int:
+def _create(path: Path | None, opened: list[int]) -> None:
+    anonymous = path is None
+    if anonymous and sys.platform == "linux":
+        opened.extend(map(os.memfd_create, ("unilab",)))
+        return
+    path = path or named_directory() / f"unilab-{secrets.token_hex(8)}"
     try:
-        return os.open(_path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        opened.extend(map(os.open, (path,), (os.O_RDWR | os.O_CREAT | os.O_EXCL,), (0o600,)))
     except FileExistsError:
         raise SegmentError(
-            f"cannot create segment: name {name!r} is taken in {named_directory()} "
+            f"cannot create segment: name {path.name!r} is taken in {path.parent} "
             "(expected a new name). Choose another, attach it, or, if its creator was killed, "
             "remove the file."
         ) from None
+    if anonymous:
+        path.unlink()
 
 
-def _open_named(name: str) -> tuple[int, int]:
-    """Open a named segment that may be attached; return its descriptor and size.
+def _open_named(path: Path, opened: list[int]) -> int:
+    """Open a named segment that may be attached; return its size.
 
     Raises:
         SegmentError: There is no such segment, or it is not a file, not this user's, or empty.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        descriptor = os.open(_path(name), flags)
+        opened.extend(map(os.open, (path,), (flags,)))
     except FileNotFoundError:
         raise SegmentError(
-            f"cannot attach segment: no segment {name!r} in {named_directory()} "
+            f"cannot attach segment: no segment {path.name!r} in {path.parent} "
             "(expected one its creator has not closed). Start the creator first."
         ) from None
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise SegmentError(
-            f"cannot attach segment: {name!r} is a symbolic link (expected a file that its "
+            f"cannot attach segment: {path.name!r} is a symbolic link (expected a file that its "
             "creator made). Remove it."
         ) from None
-    found, user = os.fstat(descriptor), os.geteuid()
+    found, user = os.fstat(opened[0]), os.geteuid()
     if not stat.S_ISREG(found.st_mode):
         unfit = "not a regular file (expected one that its creator made). Remove it."
     elif found.st_uid != user:
@@ -344,12 +319,11 @@ def _open_named(name: str) -> tuple[int, int]:
     elif found.st_size == 0:
         unfit = "empty (expected one its creator has sized). Wait for the creator."
     else:
-        return descriptor, found.st_size
-    os.close(descriptor)
-    raise SegmentError(f"cannot attach segment: {name!r} is {unfit}")
+        return found.st_size
+    raise SegmentError(f"cannot attach segment: {path.name!r} is {unfit}")
 
 
-def _unlink(path: Path | None, owner_pid: int | None, file: os.stat_result) -> None:
+def _unlink(path: Path | None, owner_pid: int, file: os.stat_result) -> None:
     """Unlink a file by its creator, unless the name is another file's by now."""
     if path is None or os.getpid() != owner_pid:
         return

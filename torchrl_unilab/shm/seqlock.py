@@ -23,10 +23,11 @@ import torch
 
 from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import ContentionError, LayoutError, SegmentError
+from torchrl_unilab.owner import Closed, Owner
 from torchrl_unilab.processes import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.lock import RangeLock
-from torchrl_unilab.shm.segment import Closed, Owner, SharedSegment
+from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.words import fence, shared_words, words_nbytes
 
 DEFAULT_SLOTS = 3

@@ -26,9 +26,9 @@ from torchrl_unilab.collectors.arguments import CreateEnv, check_done_keys
 from torchrl_unilab.collectors.worker import Policy, act, base_env, closing_env, on_host, rewards_of
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import UsageError
+from torchrl_unilab.owner import Owner
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import WorkerGroup
-from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.trainers.video import film_episodes
 from torchrl_unilab.weight_update import UniLabShmTransport
 

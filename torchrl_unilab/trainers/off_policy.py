@@ -20,9 +20,9 @@ from torchrl_unilab.configs.off_policy import OffPolicyConfig, compute_train_sta
 from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError, ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
+from torchrl_unilab.owner import Owner
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.trainers.arguments import check_arguments, check_effect, isclose
 from torchrl_unilab.trainers.base import NORM, RankTrainer, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights

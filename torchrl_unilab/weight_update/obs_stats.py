@@ -10,8 +10,8 @@ import torch
 
 from torchrl_unilab.checks import as_integer
 from torchrl_unilab.errors import LayoutError
+from torchrl_unilab.owner import Owner
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
-from torchrl_unilab.shm.segment import Owner
 
 
 class SharedObsNormStats(Owner):

@@ -18,8 +18,8 @@ from torch import nn
 
 from torchrl_unilab.checks import as_indices, as_integer
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.owner import Owner
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
-from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.module_weights import (
     ModuleWeights,

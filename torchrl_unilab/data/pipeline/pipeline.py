@@ -29,9 +29,9 @@ from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
+from torchrl_unilab.owner import Owner, closed_error
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.runtime.worker_thread import Task, WorkerThread
-from torchrl_unilab.shm.segment import Owner, closed_error
 
 SLOTS = 2
 """Batches in memory: one that the learner uses, one that is packed."""

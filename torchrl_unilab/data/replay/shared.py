@@ -24,9 +24,10 @@ from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.data.stock import STORAGE_ARGUMENTS, check_stock_arguments
 from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError, UsageError
+from torchrl_unilab.owner import Closed
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.rows import SharedRows
-from torchrl_unilab.shm.segment import Closed, SharedSegment, free_bytes
+from torchrl_unilab.shm.segment import SharedSegment, free_bytes
 
 CLOSED = Closed("PackedReplayStorage", "Build it again.")
 

@@ -34,9 +34,9 @@ from torchrl_unilab.objectives.fused.networks import (
 from torchrl_unilab.objectives.fused.threads import SideExecutor, run_both
 from torchrl_unilab.objectives.fused.transitions import TransitionRows, Transitions
 from torchrl_unilab.objectives.targets import targets_of
+from torchrl_unilab.owner import Owner
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.worker_thread import WorkerThread
-from torchrl_unilab.shm.segment import Owner
 
 OF_CRITICS = ("loss_qvalue", "q_value", "td_error")
 """What the critics' part of a step observes: the first statistics of all updates."""
