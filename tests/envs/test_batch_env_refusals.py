@@ -64,6 +64,16 @@ def test_a_robot_without_actuators_is_refused() -> None:
         MujocoBatchEnv(QuadrupedWalk(model=xml, reads=(), randomization=()), 2)
 
 
+@pytest.mark.parametrize("limits", ["", 'ctrlrange="-inf inf"', 'ctrlrange="-1e39 1e39"'])
+def test_an_actuator_whose_actions_have_no_bounds_is_refused(limits: str) -> None:
+    xml = (
+        '<mujoco><worldbody><body><joint name="turn"/><geom size="1"/></body></worldbody>'
+        f'<actuator><motor name="arm" joint="turn" {limits}/></actuator></mujoco>'
+    )
+    with pytest.raises(ConfigError, match=r"\['arm'\] of .* no control range, or one without end"):
+        MujocoBatchEnv(QuadrupedWalk(model=xml, reads=(), randomization=()), 2)
+
+
 @pytest.mark.parametrize("device", ["bogus", "cuda:99", 1.5])
 def test_a_device_that_is_not_there_is_refused(device: Any) -> None:
     with pytest.raises(ConfigError, match=rf"device is {device!r} \(expected one that PyTorch has"):

@@ -138,14 +138,15 @@ class EnvState:
                 f"MujocoBatchEnv: {self.task.name} has no actuators (expected at least one, which "
                 "the actions move). Add actuators to the model."
             )
-        unlimited = np.flatnonzero(model.actuator_ctrllimited == 0)
+        limits: Array = model.actuator_ctrlrange.T.copy()
+        endless = np.ptp(limits, axis=0) > np.finfo(np.float32).max  # no action is drawn there
+        unlimited = np.flatnonzero((model.actuator_ctrllimited == 0) | endless)
         if len(unlimited):
             names = [model.actuator(int(i)).name for i in unlimited]
             raise ConfigError(
-                f"MujocoBatchEnv: actuators {names} of {self.task.name} have no control range "
-                "(expected one, which bounds the action). Set their ctrlrange in the model."
+                f"MujocoBatchEnv: actuators {names} of {self.task.name} have no control range, or "
+                "one without end (expected bounds of the action). Set their ctrlrange in the model."
             )
-        limits: Array = model.actuator_ctrlrange.T.copy()
         return limits
 
     def expect_terms(self, dtype: type) -> Sequence[str]:
