@@ -289,6 +289,14 @@ def test_rows_with_a_time_dimension_keep_it():
     assert same(buffer[:], data)
 
 
+def test_rows_with_a_time_dimension_are_replaced_and_keep_the_index_that_a_writer_added():
+    buffer = TensorDictReplayBuffer(storage=PackedReplayStorage(5), batch_size=4)
+    buffer.extend(transitions(6).reshape(2, 3))
+    buffer[1] = transitions(3, seed=1)
+    assert same(buffer[1].exclude("index"), transitions(3, seed=1))
+    assert buffer[:]["index"].tolist() == [[0] * 3, [1] * 3]
+
+
 @pytest.mark.parametrize("write", ["append", "add"])
 def test_rows_that_do_not_match_are_refused_and_nothing_is_written(write):
     with replay_of(transitions(3), 10) as storage:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import expand_as_right
 from torchrl.data import HERReplayBuffer
 
 from torchrl_unilab.data.positions import (
@@ -117,8 +118,7 @@ class PackedReplayStorage(SharedReplay):
         At least 1 if any row can be sampled, even if position 0 is empty. `size` counts all rows
         that can be sampled.
         """
-        count = self._count_readable()
-        return 1 if count == 0 and self.size else count
+        return self._count_readable() or min(1, self.size)
 
     def _count_readable(self) -> int:
         if not self.initialized:
@@ -210,7 +210,7 @@ class PackedReplayStorage(SharedReplay):
             positions = wrap_negative(positions, length)
         indexed = self._form is not None and "index" in self._form.index
         if indexed and data.get("index", None) is None:
-            data = data.copy().set("index", positions)  # as TorchRL's writers do
+            data = data.copy().set("index", expand_as_right(positions, data))  # as TorchRL does
         if run:
             self.append(data, first)
             return
