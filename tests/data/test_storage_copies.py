@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import ReplayBuffer, RoundRobinWriter, TensorDictReplayBuffer
 
 from tests.support.rollouts import make_rollout, stack
 from tests.support.transitions import steps, transitions
@@ -98,6 +98,19 @@ def test_a_deep_copy_samples_alike(buffer, twin):
     torch.manual_seed(3)
 
     assert (twin.sample() == expected).all()
+
+
+def test_a_deep_copy_knows_which_rows_were_overwritten():
+    writer = RoundRobinWriter(track_generations=True)
+    buffer = ReplayBuffer(storage=PackedReplayStorage(8), writer=writer, batch_size=2)
+    for _ in range(5):
+        index = buffer.extend(transitions(2))
+
+    twin = copy.deepcopy(buffer)
+
+    assert twin.writer.generations_of(index).tolist() == [1, 1]
+    buffer.extend(transitions(8))
+    assert twin.writer.generations_of(index).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,9 @@ class SharedStorage(Owner, TensorStorage):
         memo[id(self)] = other
         other.load_state_dict(self.state_dict())
         other._attached_entities_list = copy.deepcopy(self._attached_entities_list, memo)
+        # TorchRL's writers keep the generations of rows here. A generator is not copied, as there.
+        more = self.__dict__.keys() - other.__dict__.keys() - {"_rng"}
+        other.__dict__.update(copy.deepcopy({name: self.__dict__[name] for name in more}, memo))
         return other
 
     def __copy__(self) -> Self:
