@@ -320,16 +320,17 @@ def test_returns_continue_over_a_checkpoint(envs, before, after, capacity, episo
         assert same(get_all(resumed), get_all(whole))
 
 
-def test_rows_of_a_storage_that_was_emptied_continue_over_a_checkpoint_and_stop_at_an_end():
+@pytest.mark.parametrize("size", [4, 20])  # of 4: the second episode's number is the first's
+def test_rows_of_a_storage_that_was_emptied_continue_over_a_checkpoint_and_stop_at_an_end(size):
     rows = [chained(0, 1, t, 4) for t in range(8)]
     kind = {"n_step": 3, "gamma": 1.0}
-    with PackedReplayStorage(20, **kind) as storage, PackedReplayStorage(20, **kind) as resumed:
-        storage.append(torch.cat(rows[:6]))
+    with PackedReplayStorage(size, **kind) as storage, PackedReplayStorage(size, **kind) as resumed:
+        storage.append(torch.cat(rows[:4]))
         storage._empty()
         storage.append(torch.cat(rows[:2]))
         resumed.load_state_dict(storage.state_dict())
         for each in (storage, resumed):
-            each.append(torch.cat(rows[2:]))
+            each.append(torch.cat(rows[2:6]))
 
         assert same(get_all(resumed), get_all(storage))
         assert wrong_chain(get_all(resumed), 4, 3) == 0

@@ -2,7 +2,8 @@
 
 Row ``i`` of a trajectory with a stride of ``k`` rows per step is followed by row ``i + k``, if
 that has the same trajectory. The number is ``first << 24 | k``, where `first` numbers the
-trajectory's first row, so it is unique in its shard, and rows of different strides never match.
+trajectory's first row, or is above the numbers of the step before it, so no other trajectory
+continues it, and rows of different strides never match.
 It lies in the row itself: what was written last is found in the shard, also by a process that
 has replaced the writer or loaded the rows. `RowAppender` marks rows, `RowReader` follows them.
 """
@@ -71,16 +72,16 @@ class TrajectoryMarker:
         if envs is None:
             envs = self._rows_per_step(views, shard, head)
         before = self._last_step(envs, shard, head)
-        new = (torch.arange(head, head + count, device="cpu") << STRIDE_BITS) | envs
+        # Numbers ascend, also those of rows that follow loaded ones, which keep their numbers.
+        last = -1 if before is None else int(before[-1].max()) >> STRIDE_BITS
+        numbers = torch.arange(count, device="cpu").add_(max(head, last + 1))
+        new = (numbers << STRIDE_BITS) | envs
         if before is not None:
             first = [view[:envs] for view in views]
             new[:envs] = torch.where(self._follows(before, first), before[-1], new[:envs])
         ahead, behind = [view[:-envs] for view in views], [view[envs:] for view in views]
-        start = torch.arange(count, device="cpu")
-        start[envs:].masked_fill_(self._follows(ahead, behind), -1)
-        # The latest start of each environment, by index: the numbers of trajectories need not
-        # ascend, as one that continues loaded rows keeps its number of the earlier storage.
-        views[-1].copy_(new[start.view(-1, envs).cummax(0).values.view(-1)])
+        new[envs:].masked_fill_(self._follows(ahead, behind), -1)
+        views[-1].copy_(new.view(-1, envs).cummax(0).values.view(-1))
 
     def _rows_per_step(self, views: list[torch.Tensor], shard: int, head: int) -> int:
         """Find whether rows are a step of several environments, or one trajectory after the other.
