@@ -1,40 +1,67 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
+import threading
 from multiprocessing import forkserver
 
 import pytest
 
+from tests.support.bounds import DEADLINE
 from torchrl_unilab.fork_server import start_fork_server
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are spawned")
+SERVED = "print(multiprocessing.get_start_method(), server._forkserver_pid is not None)"
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are spawned")
-@pytest.mark.parametrize(("chosen", "used"), [(None, "forkserver"), ("spawn", "spawn")])
-def test_training_forks_its_workers_from_a_server_unless_another_method_was_chosen(chosen, used):
-    asked = (
-        "import multiprocessing\n"
+
+def said_by(program: str) -> list[str]:
+    """Run a program to its end, and to that of all that has its output."""
+    imports = (
+        "import multiprocessing, signal, sys, threading\n"
         "from multiprocessing.forkserver import _forkserver as server\n"
         "from torchrl_unilab.fork_server import start_fork_server\n"
-        f"chosen = {chosen!r}\n"
-        "if chosen:\n"
-        "    multiprocessing.set_start_method(chosen)\n"
-        "start_fork_server()\n"
-        "running = server._forkserver_pid is not None\n"
-        "print(multiprocessing.get_start_method(), running, *server._preload_modules)\n"
     )
-    command = [sys.executable, "-c", asked]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    served = used == "forkserver"
-    imported = "torchrl_unilab.preload" if served else "__main__"
-    assert done.stdout.split() == [used, str(served), imported]
+    command = [sys.executable, "-c", imports + program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE)
+    assert done.stderr == ""
+    return done.stdout.split()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are spawned")
-def test_signals_and_the_path_are_as_before_where_the_server_cannot_start(monkeypatch):
+@pytest.mark.parametrize(("chosen", "used"), [(None, "forkserver"), ("spawn", "spawn")])
+def test_training_forks_its_workers_from_a_server_unless_another_method_was_chosen(chosen, used):
+    chooses = "" if chosen is None else f"multiprocessing.set_start_method({chosen!r})\n"
+    assert said_by(f"{chooses}start_fork_server()\n{SERVED}") == [used, str(chosen is None)]
+
+
+def test_a_process_with_threads_is_not_forked():
+    waits = "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    assert said_by(f"{waits}start_fork_server()\n{SERVED}") == ["forkserver", "False"]
+
+
+def test_workers_share_what_was_imported_ignore_ctrl_c_and_can_start_processes():
+    works = (
+        "import multiprocessing, signal, sys\n"
+        "print(sys.shared, *(int(signal.getsignal(number)) for number in (1, 2, 15)), flush=True)\n"
+        "child = multiprocessing.Process(target=print, args=('child',))\n"
+        "child.start()\n"
+        "child.join()\n"
+    )
+    said = said_by(
+        "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
+        "sys.shared = 'shared'\n"
+        "start_fork_server()\n"
+        f"worker = multiprocessing.Process(target=exec, args=({works!r}, {{}}))\n"
+        "worker.start()\n"
+        "worker.join()\n"
+        "print(worker.exitcode)\n"
+    )
+    hang_up, interrupt, end = map(str, map(int, (signal.SIG_IGN, signal.SIG_IGN, signal.SIG_DFL)))
+    assert said == ["shared", hang_up, interrupt, end, "child", "0"]
+
+
+def test_signals_are_as_before_where_the_server_cannot_start(monkeypatch):
     def refuse() -> None:
         raise OSError("no room for a process")
 
@@ -42,7 +69,7 @@ def test_signals_and_the_path_are_as_before_where_the_server_cannot_start(monkey
     monkeypatch.setattr(multiprocessing, "set_start_method", lambda method: None)
     monkeypatch.setattr(multiprocessing, "set_forkserver_preload", lambda modules: None)
     monkeypatch.setattr(forkserver, "ensure_running", refuse)
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGHUP)]
     with pytest.raises(OSError, match="no room"):
         start_fork_server()
@@ -50,4 +77,3 @@ def test_signals_and_the_path_are_as_before_where_the_server_cannot_start(monkey
     for each, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
         signal.signal(each, handler)
     assert after == before
-    assert not os.environ.get("PYTHONSAFEPATH")

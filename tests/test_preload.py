@@ -57,6 +57,7 @@ def test_what_is_imported_is_left_alone_by_a_collector_that_is_on_here_and_in_wo
 def test_each_command_that_needs_torch_imports_it_so(command, monkeypatch, capsys):
     watched = Mock(wraps=importlib)
     monkeypatch.setattr("torchrl_unilab.cli.importlib", watched)
+    monkeypatch.setattr("torchrl_unilab.fork_server.importlib", watched)
     main(command.split())
     watched.import_module.assert_called_once_with("torchrl_unilab.preload")
 

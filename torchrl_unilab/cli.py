@@ -209,7 +209,6 @@ def _train(options: argparse.Namespace) -> int:
             )
         run, settings = _requested(options)
         start_fork_server()
-        importlib.import_module("torchrl_unilab.preload")
         from torchrl_unilab.trainers.runs.resume import resume_run
 
         known: dict[str, Any] = {"algo": options.algorithm, **settings}
@@ -220,12 +219,13 @@ def _train(options: argparse.Namespace) -> int:
         from torchrl_unilab.envs.registry import make_task
 
         plan, config = _planned(options)
-        make_task(plan.env)  # or refuse it, before torch is imported
+        if options.print_config or ":" not in plan.env:
+            make_task(plan.env)  # or refuse it, before torch is imported
         if options.print_config:
             print(as_yaml(run_settings(plan, config)), end="")
             return 0
         start_fork_server()
-        importlib.import_module("torchrl_unilab.preload")
+        make_task(plan.env)  # a module of the user's may start threads, which do not survive a fork
         from torchrl_unilab.trainers.runs.train import Run
 
         if options.run_dir is None:

@@ -1,32 +1,89 @@
-"""`start_fork_server`: a process that imports what all workers need, once, and forks them."""
+"""`start_fork_server`: a copy of this process that forks all workers, which share what it imported.
+
+Python's own server is a new interpreter, which imports everything once more. This one is forked
+as soon as torch and the package are imported, and before there is any thread that a fork
+would lose (OpenBLAS ends its own). Its pages stay shared until they are written.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
 import sys
-from multiprocessing import forkserver
+import threading
+import traceback
+from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker, util
+from typing import Any
+
+_PRELOAD = "torchrl_unilab.preload"
 
 
 def start_fork_server() -> None:
-    """Let a process import `torchrl_unilab.preload`, while this one imports it, too.
+    """Import `torchrl_unilab.preload`, and fork the process that forks the workers.
 
-    Workers are forked from it, unless this process chose another start method. System libraries
+    Call it before a module of the user's is imported, which may start threads. Nothing is forked
+    if this process chose another start method, or has threads, as a debugger's. System libraries
     other than Linux's do not survive a fork: elsewhere workers are spawned.
     """
-    if sys.platform != "linux" or multiprocessing.get_start_method(allow_none=True) is not None:
+    chosen = multiprocessing.get_start_method(allow_none=True) is not None
+    if sys.platform != "linux" or chosen:
+        importlib.import_module(_PRELOAD)
         return
-    multiprocessing.set_start_method("forkserver")
-    multiprocessing.set_forkserver_preload(["torchrl_unilab.preload"])
+    multiprocessing.set_start_method("forkserver")  # before TorchRL chooses another
+    multiprocessing.set_forkserver_preload([_PRELOAD])
+    resource_tracker.ensure_running()  # which is to be a new interpreter
+    importlib.import_module(_PRELOAD)
+    if threading.active_count() > 1:
+        return  # Python starts its own server with the first worker
     # Ctrl-C, and the end of a terminal, go to the server, too, and to what it forks.
     signals = (signal.SIGINT, signal.SIGHUP)
     handlers = [signal.signal(each, signal.SIG_IGN) for each in signals]
-    # Nor is it to import from this directory first; an empty variable is none.
-    safe, os.environ["PYTHONSAFEPATH"] = os.environ.get("PYTHONSAFEPATH", ""), "1"
     try:
-        forkserver.ensure_running()
+        _ensure_forked()
+    except _InServer as server:
+        server.run()
     finally:
-        os.environ["PYTHONSAFEPATH"] = safe
         for each, handler in zip(signals, handlers, strict=True):
             signal.signal(each, handler)
+
+
+def _ensure_forked() -> None:
+    start_program = util.spawnv_passfds
+    try:
+        util.spawnv_passfds = _fork
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = start_program
+
+
+class _InServer(BaseException):
+    """Leaves Python's code in the child, so that it closes what is the parent's there."""
+
+    def __init__(self, command: str, descriptors: Sequence[int]) -> None:
+        self._command = command
+        self._kept = {each: os.dup(each) for each in descriptors}
+
+    def run(self) -> None:
+        """Run the command of Python's server with its descriptors; end the process with it."""
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number, kept in self._kept.items():
+                os.dup2(kept, number)
+                os.close(kept)
+            with contextlib.suppress(SystemExit):
+                exec(self._command, {})  # what Python's server runs
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+
+
+def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """In place of `spawnv_passfds`, which would start a new interpreter."""
+    if process := os.fork():
+        return process
+    raise _InServer(args[-1], passfds)

@@ -6,7 +6,8 @@ in the parent as a `WorkerError`, with its traceback; a worker that is killed is
 signal as soon as it is dead, and one that is stopped within a second.
 
 Workers start as multiprocessing's start method says: ``"spawn"`` with TorchRL, ``"forkserver"`` in
-milliseconds if it preloads `torchrl_unilab.trainers`; never as a fork of the parent.
+milliseconds if it preloads `torchrl_unilab.trainers`; never as a fork of the parent, which may have
+threads by then. The command line's `fork_server` is forked from it before.
 """
 
 from __future__ import annotations
