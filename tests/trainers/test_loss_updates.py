@@ -279,6 +279,13 @@ def test_targets_begin_where_networks_are_that_were_loaded(algorithm, fused):
 
 
 @FUSED
+def test_targets_may_move_more_than_halfway_without_a_warning(fused):
+    config = OffPolicyConfig("sac", hidden=(8,), fused=fused, tau=0.6)
+
+    make_update(build_learner(_env(), config).loss, config)  # warnings are errors
+
+
+@FUSED
 @pytest.mark.parametrize("algorithm", ["sac", "td3"])
 def test_settings_say_how_far_networks_and_targets_move(algorithm, fused):
     rates = {"lr_actor": 1e-3, "lr_critic": 2e-3, "lr_alpha": 3e-3}

@@ -7,6 +7,7 @@ fraction of the time. `APPOTrainer` and `OffPolicyTrainer` call them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -144,7 +145,7 @@ class LossUpdate:
             if group
         }
         targets = any(name.startswith("target_") for name, _ in loss.named_children())
-        self._target = SoftUpdate(loss, tau=config.tau) if targets else None
+        self._target = _soft_update(loss, config.tau) if targets else None
         self.statistics: tuple[str, ...] = ()
 
     def prepare(self, batch: TensorDictBase) -> TensorDictBase:
@@ -244,11 +245,19 @@ def make_update(
         if isinstance(loss, TD3Loss):
             _check_actor_inputs(loss)
         return LossUpdate(loss, config, ranks)
-    SoftUpdate(loss, tau=config.tau)
+    _soft_update(loss, config.tau)
     update = kind(loss, **options)
     if config.compile:
         update.compile()
     return update
+
+
+def _soft_update(loss: LossModule, tau: float) -> SoftUpdate:
+    """Return what moves the targets, which begin where their networks are from now on."""
+    with warnings.catch_warnings():
+        # A tau above 0.5 was chosen: it is no eps by mistake.
+        warnings.filterwarnings("ignore", "Found an eps value", UserWarning)
+        return SoftUpdate(loss, tau=tau)
 
 
 def _check_actor_inputs(loss: TD3Loss) -> None:
