@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import Collector
+from torchrl.envs import RenameTransform, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.objectives import ClipPPOLoss
 
@@ -302,6 +303,18 @@ def test_torchrls_own_collector_will_do():
     assert trainer.returns.finished
     assert trainer.lag is None
     assert not any(torch.equal(before[name], p) for name, p in parameters_of(trainer).items())
+
+
+def test_returns_of_torchrls_own_collector_are_of_the_reward_that_the_loss_reads():
+    loss = appo_loss(APPOConfig(**QUICK), ObservationNormalizer(4))
+    loss.set_keys(reward="gain")
+    env = TransformedEnv(four_pendulums(), RenameTransform(["reward"], ["gain"]))
+    settings = {"total_frames": -1, "auto_register_policy_transforms": False}
+    collector = Collector(env, loss.actor_network, frames_per_batch=FRAMES, **settings)
+    trainer = trainer_of(collector, loss, total_frames=5 * FRAMES)
+    trainer.train()
+    lengths = trainer.returns.lengths  # every step but the last is worth 1
+    assert [*trainer.returns.finished] == [steps - 1 for steps in lengths] != []
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl import logger as torchrl_logger
 from torchrl.collectors import Collector
+from torchrl.envs import RenameTransform, TransformedEnv
 
 from tests.support.off_policy_training import BOTH, QUICK, off_policy_trainer
 from tests.support.quick import four_pendulums
@@ -69,6 +70,22 @@ def test_what_another_collector_yields_is_learnt_from_in_a_replay_of_the_trainer
         after = storage[:]["observation"].view(-1, 4, 4)
         done = storage[:]["next", "done"].view(-1, 4)
         assert before[:-1][~done[:-1]].equal(after[1:][~done[:-1]])
+        trainer.close()
+
+
+def test_returns_of_another_collector_are_of_the_reward_that_the_loss_reads():
+    config = OffPolicyConfig(**QUICK)
+    learner, row = _learner_and_row(config)
+    learner.loss.set_keys(reward="gain")
+    row["next", "gain"] = row["next"].pop("reward")
+    env = TransformedEnv(four_pendulums(), RenameTransform(["reward"], ["gain"]))
+    settings = {"total_frames": -1, "auto_register_policy_transforms": False}
+    collector = Collector(env, learner.actor, frames_per_batch=40, **settings)
+    with PackedReplayStorage(100, example=row) as storage:
+        trainer = _trainer(collector, learner, storage)
+        trainer.train()
+        lengths = trainer.returns.lengths  # every step but the last is worth 1
+        assert [*trainer.returns.finished] == [steps - 1 for steps in lengths] != []
         trainer.close()
 
 

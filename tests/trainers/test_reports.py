@@ -63,6 +63,11 @@ def test_batches_without_trajectory_ids_are_refused():
         EpisodeReturns()(_batch([[0]], [[1]], [[True]]).exclude(("collector", "traj_ids")))
 
 
+def test_batches_without_the_reward_are_refused_by_its_key():
+    with pytest.raises(LayoutKeyError, match=r"no 'gain' among \['done', 'reward'\] .*set_keys"):
+        EpisodeReturns(reward="gain")(_batch([[0]], [[1]], [[True]]))
+
+
 def test_two_episodes_of_one_environment_in_one_batch_are_distinct():
     returns = EpisodeReturns()
     returns(_batch([[0, 0, 1]], [[1, 2, 4]], [[False, True, True]]))

@@ -159,7 +159,8 @@ class APPOTrainer(RankTrainer):
         )
         self.pool = RolloutPool(config.pool, stepper.lr.device)
         self.register_module("rollout_pool", self.pool)
-        self.busy_time, self.returns, self.lag = register_reports(self, collector, scheme)
+        reports = register_reports(self, collector, scheme, loss_module.tensor_keys.reward)
+        self.busy_time, self.returns, self.lag = reports
         self._publish = PublishWeights(collector)
         self._publish.register(self)
 

@@ -197,7 +197,8 @@ class OffPolicyTrainer(RankTrainer, Owner):
         own = {"state_dict": self._own_state, "load_state_dict": self._load_own_state}
         self.register_module("learner", SimpleNamespace(**own))
         self.register_module("pipeline", self.pipeline)
-        self.busy_time, self.returns, self.lag = register_reports(self, collector, scheme)
+        reports = register_reports(self, collector, scheme, _reward_of(loss_module))
+        self.busy_time, self.returns, self.lag = reports
         PublishWeights(collector).register(self)
 
     def register_op(self, dest: Any, op: Callable[..., Any], **kwargs: Any) -> None:

@@ -16,10 +16,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import TrainerHookBase
 
-from torchrl_unilab.checks import as_integer
+from torchrl_unilab.checks import as_integer, entry_of
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.errors import LayoutKeyError
 from torchrl_unilab.runtime.trace import counter
@@ -233,6 +234,7 @@ class EpisodeReturns(LearningCurve):
 
     Args:
         window: Number of finished episodes that the mean covers.
+        reward: Key of the rewards, under ``next``.
 
     Raises:
         ConfigError: `window` is no positive integer.
@@ -252,8 +254,9 @@ class EpisodeReturns(LearningCurve):
         {'return': 3.0, 'episode_length': 3.0}
     """
 
-    def __init__(self, window: int = 64) -> None:
+    def __init__(self, window: int = 64, reward: NestedKey = "reward") -> None:
         super().__init__()
+        self.reward = reward
         window = as_integer("window", window, "It counts episodes.")
         self.finished: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
@@ -291,10 +294,13 @@ class EpisodeReturns(LearningCurve):
                 "batch: no ('collector', 'traj_ids') (expected them, as returns are counted by "
                 "trajectory). Leave track_traj_ids=False out of the collector."
             )
-        batch = batch.select(("collector", "traj_ids"), ("next", "reward"), ("next", "done")).cpu()
+        remedy = "Give the loss's set_keys, or EpisodeReturns, reward= with the environment's key."
+        entry_of("batch, 'next'", batch["next"], self.reward, remedy)
+        reward = ("next", self.reward)
+        batch = batch.select(("collector", "traj_ids"), reward, ("next", "done")).cpu()
         ids, index = torch.unique(batch["collector", "traj_ids"], return_inverse=True)
         index = index.reshape(-1)
-        rewards = batch["next", "reward"].double().reshape(len(index), -1).sum(-1)  # over agents
+        rewards = batch.get(reward).double().reshape(len(index), -1).sum(-1)  # over agents
         sums = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, index, rewards)
         done = torch.zeros(len(ids), dtype=torch.bool)
         done[index[batch["next", "done"].reshape(-1)]] = True
@@ -349,18 +355,19 @@ class CollectorReport(LearningCurve):
 
 
 def register_reports(
-    trainer: Trainer, collector: Any, scheme: PolicyVersions | None
+    trainer: Trainer, collector: Any, scheme: PolicyVersions | None, reward: NestedKey = "reward"
 ) -> tuple[BusyTime, LearningCurve, LogPolicyLag | None]:
     """Register a trainer's busy time, learning curve and, where a scheme is given, policy lag.
 
     TorchRL's trainers keep all that they log, for hooks that read the last: from now on only the
-    newest `KEPT` values of each key. A collector of ours counts its episodes itself.
+    newest `KEPT` values of each key. A collector of ours counts its episodes itself; those of
+    others are summed from their batches' `reward`.
     """
     trainer._log_dict = defaultdict(partial(deque, maxlen=KEPT))
     busy = BusyTime()
     busy.register(trainer)
     ours = isinstance(collector, WorkerCollector)
-    returns = CollectorReport(collector) if ours else EpisodeReturns()
+    returns = CollectorReport(collector) if ours else EpisodeReturns(reward=reward)
     lag = None if scheme is None else LogPolicyLag(scheme)
     for report in (returns, lag):
         if report is not None:
