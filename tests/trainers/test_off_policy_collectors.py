@@ -89,6 +89,18 @@ def test_returns_of_another_collector_are_of_the_reward_that_the_loss_reads():
         trainer.close()
 
 
+def test_a_replay_besides_the_one_that_the_workers_fill_is_refused():
+    learner, row = _learner_and_row(OffPolicyConfig(**QUICK))
+    settings = {"capacity": 100, "frames_per_batch": 4, "inline": True}
+    with (
+        ReplayCollector(four_pendulums, learner.actor, **settings) as collector,
+        PackedReplayStorage(100, example=row) as storage,
+    ):
+        with pytest.raises(ConfigError, match=r"storage: another than ReplayCollector's"):
+            _trainer(collector, learner, storage)
+        _trainer(collector, learner, collector.storage).close()
+
+
 def test_random_frames_of_another_collector_are_in_the_replay():
     learner, row = _learner_and_row(OffPolicyConfig(**QUICK))
     with PackedReplayStorage(100, example=row) as storage:

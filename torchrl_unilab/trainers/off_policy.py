@@ -159,6 +159,11 @@ class OffPolicyTrainer(RankTrainer, Owner):
                 "rollouts to). Pass a PackedReplayStorage, or collect by ReplayCollector."
             )
         self.storage = collector.storage if storage is None else storage
+        if isinstance(collector, ReplayCollector) and self.storage is not collector.storage:
+            raise ConfigError(
+                "storage: another than ReplayCollector's (expected none: workers fill its own). "
+                "Leave it out, or collect by APPOCollector."
+            )
         _check_replay(self.storage, loss_module, config)
         self.update = update = make_update(loss_module, config, ranks)
         self._fused = None if isinstance(update, LossUpdate) else update
