@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.data import Unbounded
 from torchrl.envs import TensorDictPrimer, TransformedEnv
@@ -18,7 +19,13 @@ from tests.support.collecting import CountingEnv, EndingForAgents, actor
 from tests.support.processes import live_children
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.arguments import WorkerSettings, find_device, resolve_policy
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WorkerError
+from torchrl_unilab.errors import (
+    ConfigError,
+    LayoutKeyError,
+    SegmentClosedError,
+    UsageError,
+    WorkerError,
+)
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 FRAMES = 2 * 16
@@ -198,6 +205,13 @@ def test_a_policy_is_given_or_made(given):
 def test_a_policy_that_is_no_tensordict_module_is_refused_by_its_type(policy):
     with pytest.raises(ConfigError, match=rf"policy: {type(policy).__name__} \(expected Tenso"):
         APPOCollector(partial(CountingEnv, limit=3), policy, frames_per_batch=FRAMES)
+
+
+@pytest.mark.parametrize("of", [APPOCollector, partial(ReplayCollector, capacity=100)])
+def test_a_policy_that_writes_no_action_is_refused_by_the_key(of):
+    policy = TensorDictModule(torch.nn.Linear(3, 1), ["observation"], ["loc"])
+    with pytest.raises(LayoutKeyError, match=r"policy: no 'action' among .*'loc'.* out_keys"):
+        of(partial(CountingEnv, limit=3), policy, frames_per_batch=FRAMES)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from torchrl_unilab.checks import as_instance
+from torchrl_unilab.checks import as_instance, entry_of
 from torchrl_unilab.collectors.metrics import PHASES, EpisodeLog, PhaseClock
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import LayoutKeyError, LayoutShapeError
@@ -121,7 +121,10 @@ def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) 
     buffers = [buffer for buffer in acting.buffers() if not is_lazy(buffer)]
     kept = [buffer.clone() for buffer in buffers]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        step, _ = env.step_and_maybe_reset(act(acting, env.reset()))
+        acted = act(acting, env.reset())
+        for key in env.action_keys:
+            entry_of("step of the policy", acted, key, "Have it in the policy's out_keys.")
+        step, _ = env.step_and_maybe_reset(acted)
         for buffer, before in zip(buffers, kept, strict=True):
             # Running statistics are restored; a buffer that got its size in this step stays.
             if buffer.shape == before.shape and not torch.equal(buffer, before):
@@ -129,8 +132,7 @@ def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) 
     step = step.detach().clone()
     for key in ADDED:
         step.set(key, torch.zeros(env.batch_size, dtype=torch.int64, device="cpu"))
-    time_dim = len(env.batch_size)
-    return step.unsqueeze(time_dim).expand(*env.batch_size, num_steps)
+    return step.unsqueeze(len(env.batch_size)).expand(*env.batch_size, num_steps)
 
 
 @runtime_checkable
