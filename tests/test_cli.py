@@ -132,12 +132,13 @@ def test_numbers_and_paths_of_a_film_are_read_as_those_of_a_run(monkeypatch, tmp
 def test_a_run_without_a_directory_gets_one_of_its_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = ["train", "appo", "--env", "InvertedPendulum-v5", "--no-progress", *SMALL.split()]
-    assert main([*arguments, "--seed", "5"]) == 0
+    assert main([*arguments, "--seed", "5", "--logger", "tensorboard"]) == 0
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("InvertedPendulum-v5-appo-5-20")
     assert (run_dir / "summary.json").is_file()
-    left = f"wrote runs/{run_dir.name}: summary.json, returns.png, checkpoint, best, logs\n"
-    assert left in capsys.readouterr().out  # and no trace, which was not asked for
+    # No trace, which was not asked for.
+    left = "best, checkpoint, config.yaml, returns.png, summary.json, tensorboard"
+    assert f"wrote runs/{run_dir.name}: {left}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

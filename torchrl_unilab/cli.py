@@ -237,8 +237,7 @@ def _train(options: argparse.Namespace) -> int:
     if launcher_env("RANK", 0):
         return 130 if summary["interrupted"] else 0
     _show(summary)
-    files = ("summary.json", "returns.png", "checkpoint", "best", "logs", "trace.json")
-    there = [name for name in files if Path(options.run_dir, name).exists()]
+    there = sorted(path.name for path in Path(options.run_dir).iterdir())
     print(f"wrote {options.run_dir}: {', '.join(there)}")
     if not summary["interrupted"]:
         return 0
