@@ -64,11 +64,12 @@ PRIVATE = {
     "torch._tensor": "_backward_hooks _post_accumulate_grad_hooks",
     "mujoco": "_callbacks",
     "argparse": "_actions",
+    "atexit": "_run_exitfuncs",
 }
 """Module that has the names, to the names."""
 
-OTHERS = {"_setconst_inputs", "_setconst_outputs", "_asdict"}
-"""Our own attribute on MuJoCo's class; what Python documents of named tuples."""
+OTHERS = {"_setconst_inputs", "_setconst_outputs", "_asdict", "_exit"}
+"""Our own attribute on MuJoCo's class; what Python documents, of named tuples and of `os`."""
 
 PAIRS = [(module, name) for module, names in PRIVATE.items() for name in names.split()]
 

@@ -1,6 +1,31 @@
-"""``python -m torchrl_unilab``."""
+"""``python -m torchrl_unilab``, and the script ``torchrl-unilab``."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
 
 from torchrl_unilab.cli import main
 
+
+def run() -> int:
+    """Run the command line, and end the process.
+
+    Python would take apart all that was imported, which takes a quarter of a second, and makes
+    copies of the memory that the fork server shares.
+    """
+    code = main()
+    if threading.active_count() == 1:  # else Python waits for the others
+        atexit._run_exitfuncs()
+        if sys.stdout is not None:  # closed by `>&-`
+            sys.stdout.flush()
+        ctypes.CDLL(None).fflush(None)  # what MuJoCo printed
+        os._exit(code)
+    return code
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run())

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.bounds import DEADLINE
+
+RUNS = """
+import atexit, ctypes, sys, threading
+from torchrl_unilab.__main__ import run
+sys.argv[1:] = ["tasks"]
+atexit.register(print, "at exit")
+def later():
+    threading.main_thread().join()
+    print("thread")
+{starts}
+ctypes.CDLL(None).printf(b"of C\\n")
+print(run(), "goes on")
+"""
+WORDS = ("at exit", "thread", "0 goes on", "of C")
+
+
+@pytest.mark.parametrize(
+    ("starts", "said"),
+    [
+        ("", ["at exit", "of C"]),
+        ("threading.Thread(target=later).start()", ["0 goes on", "thread", "at exit", "of C"]),
+    ],
+    ids=["alone", "with a thread"],
+)
+def test_a_command_ends_the_process_with_its_threads_exit_functions_and_output(
+    starts, said, monkeypatch
+):
+    command = [sys.executable, "-c", RUNS.format(starts=starts)]
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    lines = ended.stdout.splitlines()
+    assert any(line.startswith("Hopper-v5") for line in lines)
+    assert [line for line in lines if line in WORDS] == said
+    assert ended.stderr == ""
