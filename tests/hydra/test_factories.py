@@ -23,7 +23,6 @@ from tests.support.processes import live_children, wait_for
 from torchrl_unilab.data import PackedPrioritizedSampler, PackedReplayStorage, PackedSliceSampler
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.hydra.__main__ import main
 from torchrl_unilab.hydra.factories import (
     make_appo_collector,
     make_appo_trainer,
@@ -31,6 +30,7 @@ from torchrl_unilab.hydra.factories import (
     make_replay_collector,
     make_settings,
 )
+from torchrl_unilab.hydra.train import main
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig, OffPolicyTrainer
 from torchrl_unilab.weight_update import UniLabShmScheme
 

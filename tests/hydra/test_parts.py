@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, DivergedError
-from torchrl_unilab.hydra import __main__ as command
+from torchrl_unilab.hydra import train as command
 from torchrl_unilab.hydra.factories import (
     _sized,
     make_appo_collector,
@@ -123,6 +124,14 @@ def test_a_collector_of_its_own_has_those_arguments_of_its_node_that_are_not_non
 
 
 # The command
+
+
+def test_the_server_of_its_workers_is_forked_first(monkeypatch):
+    calls = Mock()
+    monkeypatch.setattr("torchrl_unilab.fork_server.start_fork_server", calls.fork)
+    monkeypatch.setattr(command, "main", calls.train)
+    runpy.run_module("torchrl_unilab.hydra", run_name="__main__")
+    assert [call[0] for call in calls.method_calls] == ["fork", "train"]
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **instantiate: Any) -> None:
