@@ -51,7 +51,7 @@ def test_ctrl_c_ends_with_a_checkpoint_a_trace_and_exit_code_130(tmp_path, monke
     ) == 3
     printed = capsys.readouterr()
     assert "interrupted: saving what was learnt" in printed.out
-    left = "summary.json, checkpoint, best, logs, trace.json"
+    left = "best, checkpoint, config.yaml, logs, summary.json, tensorboard, trace.json"
     assert f"wrote {tmp_path / 'run'}: {left}\n" in printed.out
     again = (
         rf"^interrupted after [\d,]+ frames; to go on: .* --run-dir {tmp_path / 'run'} --resume$"
