@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pstats
 import subprocess
 import sys
 
@@ -40,3 +41,11 @@ def test_a_command_ends_the_process_with_its_threads_exit_functions_and_output(
     assert any(line.startswith("Hopper-v5") for line in lines)
     assert [line for line in lines if line in WORDS] == said
     assert ended.stderr == ""
+
+
+def test_a_profiler_that_runs_a_command_writes_what_it_measured(tmp_path):
+    measured = tmp_path / "measured"
+    profiler = ["cProfile", "-o", str(measured), "-m", "torchrl_unilab", "tasks"]
+    command = [sys.executable, "-m", *profiler]
+    subprocess.run(command, capture_output=True, timeout=DEADLINE, check=True)
+    assert any(name == "main" for _, _, name in pstats.Stats(str(measured)).stats)
