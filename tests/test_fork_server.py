@@ -64,6 +64,13 @@ def test_workers_share_what_was_imported_ignore_ctrl_c_and_can_start_processes()
     assert said == ["shared", hang_up, interrupt, end, "child", "0"]
 
 
+def test_workers_do_not_repeat_what_was_printed_before(monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    works = "worker = multiprocessing.Process(target=print, args=('worker',))\n"
+    program = f"print('before')\nstart_fork_server()\n{works}worker.start()\nworker.join()\n"
+    assert said_by(program) == ["before", "worker"]
+
+
 def test_signals_are_as_before_where_the_server_cannot_start(monkeypatch):
     def refuse() -> None:
         raise OSError("no room for a process")

@@ -65,6 +65,7 @@ PRIVATE = {
     "mujoco": "_callbacks",
     "argparse": "_actions",
     "atexit": "_run_exitfuncs",
+    "multiprocessing.util": "_flush_std_streams",
 }
 """Module that has the names, to the names."""
 
