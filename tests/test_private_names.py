@@ -64,7 +64,6 @@ PRIVATE = {
     "torch._tensor": "_backward_hooks _post_accumulate_grad_hooks",
     "mujoco": "_callbacks",
     "argparse": "_actions",
-    "multiprocessing.util": "_flush_std_streams",
 }
 """Module that has the names, to the names."""
 

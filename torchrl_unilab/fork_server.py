@@ -39,7 +39,8 @@ def start_fork_server() -> None:
     importlib.import_module(_PRELOAD)
     if threading.active_count() > 1:
         return  # Python starts its own server with the first worker
-    util._flush_std_streams()  # or each worker writes what is not written yet, too
+    if sys.stdout is not None:  # closed by `>&-`
+        sys.stdout.flush()  # or each worker writes what is not written yet, too
     # Ctrl-C, and the end of a terminal, go to the server, too, and to what it forks.
     signals = (signal.SIGINT, signal.SIGHUP)
     handlers = [signal.signal(each, signal.SIG_IGN) for each in signals]
