@@ -64,6 +64,12 @@ def test_workers_share_what_was_imported_ignore_ctrl_c_and_can_start_processes()
     assert said == ["shared", hang_up, interrupt, end, "child", "0"]
 
 
+def test_errors_of_workers_show_nothing_of_the_server():
+    told = "import sys; print(sys.exc_info()[0])"  # would be shown as the context of each error
+    works = f"worker = multiprocessing.Process(target=exec, args=({told!r}, {{}}))\n"
+    assert said_by(f"start_fork_server()\n{works}worker.start()\nworker.join()\n") == ["None"]
+
+
 def test_workers_do_not_repeat_what_was_printed_before(monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     works = "worker = multiprocessing.Process(target=print, args=('worker',))\n"

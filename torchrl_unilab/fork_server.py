@@ -45,21 +45,24 @@ def start_fork_server() -> None:
     signals = (signal.SIGINT, signal.SIGHUP)
     handlers = [signal.signal(each, signal.SIG_IGN) for each in signals]
     try:
-        _ensure_forked()
-    except _InServer as server:
-        server.run()
+        if (server := _fork_server()) is not None:
+            server.run()
     finally:
         for each, handler in zip(signals, handlers, strict=True):
             signal.signal(each, handler)
 
 
-def _ensure_forked() -> None:
+def _fork_server() -> _InServer | None:
+    """Return None here, and what is to run in the child, where no exception is handled any more."""
     start_program = util.spawnv_passfds
     try:
         util.spawnv_passfds = _fork
         forkserver.ensure_running()
+    except _InServer as server:
+        return server
     finally:
         util.spawnv_passfds = start_program
+    return None
 
 
 class _InServer(BaseException):
