@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
-import threading
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +17,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere worke
 SERVED = "print(multiprocessing.get_start_method(), server._forkserver_pid is not None)"
 
 
-def said_by(program: str, preload: str = "json") -> list[str]:
-    """Run a program to its end, and to that of all that has its output."""
+def said_by(program: str, preload: str = "json", *, script: Path | None = None) -> list[str]:
+    """Run a program, from a file if one is given, to its end, and to that of all it starts."""
     imports = (
         "import multiprocessing, signal, sys, threading\n"
         "from multiprocessing.forkserver import _forkserver as server\n"
@@ -26,6 +27,9 @@ def said_by(program: str, preload: str = "json") -> list[str]:
         f"fork_server._PRELOAD = {preload!r}\n"  # torch takes seconds
     )
     command = [sys.executable, "-c", imports + program]
+    if script is not None:
+        script.write_text(imports + program)
+        command = [sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE)
     assert done.stderr == ""
     return done.stdout.split()
@@ -38,9 +42,12 @@ def test_training_forks_its_workers_from_a_server_unless_another_method_was_chos
     assert said == [used, str(chosen is None)]
 
 
-def test_a_process_with_threads_is_not_forked():
-    waits = "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    assert said_by(f"{waits}start_fork_server()\n{SERVED}") == ["forkserver", "False"]
+@pytest.mark.parametrize(
+    "start", ["threading.Thread(target=wait, daemon=True).start()", "start_new_thread(wait, ())"]
+)
+def test_a_process_with_threads_is_not_forked(start):
+    start = f"from _thread import start_new_thread\nwait = threading.Event().wait\n{start}\n"
+    assert said_by(f"{start}start_fork_server()\n{SERVED}") == ["forkserver", "False"]
 
 
 def test_workers_share_what_was_imported_ignore_ctrl_c_and_can_start_processes():
@@ -64,6 +71,22 @@ def test_workers_share_what_was_imported_ignore_ctrl_c_and_can_start_processes()
     assert said == ["shared", hang_up, interrupt, end, "child", "0"]
 
 
+def test_workers_have_what_a_script_defines_after_it_was_forked(tmp_path):
+    said = said_by(
+        "if __name__ == '__main__':\n"
+        "    start_fork_server()\n"
+        "class Later:\n"
+        "    def __call__(self):\n"
+        "        print(type(self).__name__, type(self).__module__)\n"
+        "if __name__ == '__main__':\n"
+        "    worker = multiprocessing.Process(target=Later())\n"
+        "    worker.start()\n"
+        "    worker.join()\n",
+        script=tmp_path / "script.py",
+    )
+    assert said == ["Later", "__mp_main__"]  # as a spawned worker
+
+
 def test_errors_of_workers_show_nothing_of_the_server():
     told = "import sys; print(sys.exc_info()[0])"  # would be shown as the context of each error
     works = f"worker = multiprocessing.Process(target=exec, args=({told!r}, {{}}))\n"
@@ -85,7 +108,7 @@ def test_signals_are_as_before_where_the_server_cannot_start(monkeypatch):
     monkeypatch.setattr(multiprocessing, "set_start_method", lambda method: None)
     monkeypatch.setattr(multiprocessing, "set_forkserver_preload", lambda modules: None)
     monkeypatch.setattr(forkserver, "ensure_running", refuse)
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(os, "listdir", lambda path: ["the only thread"])
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGHUP)]
     with pytest.raises(OSError, match="no room"):
         start_fork_server()

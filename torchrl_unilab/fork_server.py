@@ -3,6 +3,13 @@
 Python's own server is a new interpreter, which imports everything once more. This one is forked
 as soon as torch and the package are imported, and before there is any thread that a fork
 would lose (OpenBLAS ends its own). Its pages stay shared until they are written.
+
+A script of the user's, too, starts two seconds earlier with it. These are its first lines::
+
+    from torchrl_unilab.fork_server import start_fork_server
+
+    if __name__ == "__main__":
+        start_fork_server()
 """
 
 from __future__ import annotations
@@ -13,8 +20,8 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import traceback
+import types
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
@@ -25,9 +32,11 @@ _PRELOAD = "torchrl_unilab.preload"
 def start_fork_server() -> None:
     """Import `torchrl_unilab.preload`, and fork the process that forks the workers.
 
-    Call it before a module of the user's is imported, which may start threads. Nothing is forked
-    if this process chose another start method, or has threads, as a debugger's. System libraries
-    other than Linux's do not survive a fork: elsewhere workers are spawned.
+    Call it before any other import, which may start threads, and only in the program itself:
+    its workers import the program's module. Nothing is forked if this process has threads, as
+    a debugger's or NumPy's, or another start method was chosen, as TorchRL does when it is
+    imported. System libraries other than Linux's do not survive a fork: elsewhere workers are
+    spawned.
     """
     chosen = multiprocessing.get_start_method(allow_none=True) is not None
     if sys.platform != "linux" or chosen:
@@ -36,8 +45,9 @@ def start_fork_server() -> None:
     multiprocessing.set_start_method("forkserver")  # before TorchRL chooses another
     multiprocessing.set_forkserver_preload([_PRELOAD])
     resource_tracker.ensure_running()  # which is to be a new interpreter
+    threads = len(os.listdir("/proc/self/task"))  # a library's, too
     importlib.import_module(_PRELOAD)
-    if threading.active_count() > 1:
+    if threads > 1:
         return  # Python starts its own server with the first worker
     if sys.stdout is not None:  # closed by `>&-`
         sys.stdout.flush()  # or each worker writes what is not written yet, too
@@ -76,6 +86,8 @@ class _InServer(BaseException):
         """Run the command of Python's server with its descriptors; end the process with it."""
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            # Half of it has run: workers are to import it, not to find it.
+            sys.modules["__main__"] = types.ModuleType("__main__")
             for number, kept in self._kept.items():
                 os.dup2(kept, number)
                 os.close(kept)
