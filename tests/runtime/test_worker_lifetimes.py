@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import re
@@ -47,6 +48,12 @@ def _refuse_at_start(link: Link) -> None:
     raise ConfigError("no such setting")
 
 
+def _count_objects(link: Link) -> None:
+    link.ready()
+    link.request(block=True)
+    link.answer(len(gc.get_objects()))
+
+
 def _leave_at_start(link: Link) -> None:
     os._exit(3)
 
@@ -56,6 +63,11 @@ def test_a_worker_that_raises_while_it_starts_surfaces_though_another_is_not_rea
     error = within(PROMPT, lambda: WorkerGroup(_fail_at_start, [(0,), (1,)], name="server"))
     assert re.match(r"server 1, process \d+, failed:(.|\n)*LookupError: no such thing", str(error))
     assert set(live_children()) <= before
+
+
+def test_the_garbage_collector_skips_what_a_worker_imported_which_would_take_seconds_at_its_end():
+    with WorkerGroup(_count_objects, [()], name="server") as group:
+        assert group.ask(0) < 1000
 
 
 def test_a_setting_that_a_worker_refuses_is_reported_in_its_own_words_alone():

@@ -10,6 +10,7 @@ and a single call into C reads bytes and keeps them, or writes some and counts t
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -240,6 +241,7 @@ def serve(
     # Ctrl-C, and the end of a terminal, reach all in it; the parent decides about its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    gc.freeze()  # what was imported: at its end, a spawned worker would look through it for long
     link = Link(connection)
     try:
         torch.set_num_threads(num_threads)
