@@ -22,7 +22,6 @@ from torchrl.trainers.trainers import TrainerHookBase
 
 from torchrl_unilab.checks import as_integer, entry_of
 from torchrl_unilab.collectors.base import WorkerCollector
-from torchrl_unilab.errors import LayoutKeyError
 from torchrl_unilab.runtime.trace import counter
 from torchrl_unilab.trainers.hooks import BusyTime
 from torchrl_unilab.weight_update.versions import PolicyVersions
@@ -289,24 +288,19 @@ class EpisodeReturns(LearningCurve):
         }
 
     def _add(self, batch: TensorDictBase) -> None:
-        if batch.get(("collector", "traj_ids"), None) is None:
-            raise LayoutKeyError(
-                "batch: no ('collector', 'traj_ids') (expected them, as returns are counted by "
-                "trajectory). Leave track_traj_ids=False out of the collector."
-            )
+        remedy = "Leave track_traj_ids=False out of the collector: returns are counted by them."
+        entry_of("batch", batch, ("collector", "traj_ids"), remedy)
         remedy = "Give the loss's set_keys, or EpisodeReturns, reward= with the environment's key."
         entry_of("batch, 'next'", batch["next"], self.reward, remedy)
         reward = ("next", self.reward)
         batch = batch.select(("collector", "traj_ids"), reward, ("next", "done")).cpu()
-        ids, index = torch.unique(batch["collector", "traj_ids"], return_inverse=True)
-        index = index.reshape(-1)
+        ids, index = torch.unique(batch["collector", "traj_ids"].reshape(-1), return_inverse=True)
         rewards = batch.get(reward).double().reshape(len(index), -1).sum(-1)  # over agents
-        sums = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, index, rewards)
-        done = torch.zeros(len(ids), dtype=torch.bool)
-        done[index[batch["next", "done"].reshape(-1)]] = True
-        counts = torch.bincount(index, minlength=len(ids))
-        columns = (ids.tolist(), sums.tolist(), counts.tolist(), done.tolist())
-        for trajectory, total, count, is_done in zip(*columns, strict=True):
+        dones = batch["next", "done"].reshape(-1).double()
+        # What each trajectory has of steps, rewards and ends.
+        sums = index.bincount(), index.bincount(rewards), index.bincount(dones)
+        columns = [ids.tolist(), *(each.tolist() for each in sums)]
+        for trajectory, count, total, is_done in zip(*columns, strict=True):
             before, steps = self._open.pop(trajectory, (0.0, 0))
             if is_done:
                 self.finished.append(before + total)
