@@ -45,8 +45,8 @@ PRIVATE = {
     "_has_update_associated",
     "torchrl.record.loggers.common": "_create_experiment",
     "torchrl.trainers.trainers": "_checkpoint_manifest_metadata _log _log_dict _modules "
-    "_optim_count _pbar _post_epoch_hook _post_epoch_log_hook _post_optim_complete_log_ops "
-    "_post_optim_hook _post_optim_log _post_optim_log_ops "
+    "_optim_count _pbar _post_epoch_hook _post_epoch_log_hook _post_optim_complete_log_hook "
+    "_post_optim_complete_log_ops _post_optim_hook _post_optim_log _post_optim_log_ops "
     "_post_steps_log_hook _post_steps_ops _pre_epoch_hook _pre_epoch_log_hook _pre_epoch_ops "
     "_pre_optim_hook _pre_steps_log_hook _process_batch_hook _process_optim_batch_hook "
     "_process_optim_batch_ops _stop_training",

@@ -205,22 +205,19 @@ class RankTrainer(Trainer):
             DivergedError: A loss or a weight is not finite: what was learnt has not been published.
         """
         # All ranks see the same means, which have been averaged, and so decide alike.
-        checked = {n: mean for n, mean in means.items() if n.startswith("loss") or n == NORM}
-        bad = [n for n, mean in checked.items() if not math.isfinite(mean)]
-        if bad:
+        checked = [name for name in means if name.startswith("loss") or name == NORM]
+        if bad := [name for name in checked if not math.isfinite(means[name])]:
             self.ranks.agree(False)  # names the rank whose gradients are not finite
             raise DivergedError(
-                f"update after {self.collected_frames} frames: {bad[0]} is {checked[bad[0]]} "
+                f"update after {self.collected_frames} frames: {bad[0]} is {means[bad[0]]} "
                 "(expected a finite one). Lower the learning rates, or look at rewards and "
                 "observations; a checkpoint, if there is one, is from before."
             )
-        logged = {name: mean for name, mean in means.items() if name != NORM}
-        if self._post_optim_complete_log_ops:
-            losses = TensorDict({name: torch.tensor(mean) for name, mean in logged.items()})
-            for hook, kwargs in self._post_optim_complete_log_ops:
-                self._log(**(hook(self._optim_count, losses, **kwargs) or {}))
-        if self.auto_log_optim_steps:
-            self._log(optim_steps=self._optim_count, **logged)
+        losses: Mapping[str, float] | TensorDict
+        losses = {name: mean for name, mean in means.items() if name != NORM}
+        if self._post_optim_complete_log_ops:  # hooks take a TensorDict, which takes time to make
+            losses = TensorDict({name: torch.tensor(mean) for name, mean in losses.items()})
+        self._post_optim_complete_log_hook(self._optim_count, losses)
 
     def _read_observations(self, data: TensorDictBase) -> dict[str, torch.Tensor]:
         """Return the observations that the normalisers learn from."""
