@@ -49,7 +49,7 @@ PRIVATE = {
     "_post_optim_complete_log_ops _post_optim_hook _post_optim_log _post_optim_log_ops "
     "_post_steps_log_hook _post_steps_ops _pre_epoch_hook _pre_epoch_log_hook _pre_epoch_ops "
     "_pre_optim_hook _pre_steps_log_hook _process_batch_hook _process_optim_batch_hook "
-    "_process_optim_batch_ops _stop_training",
+    "_process_optim_batch_ops _stop_training _update_with_map",
     "torchrl.weight_update.utils": "_resolve_model",
     "torchrl.weight_update.weight_sync_schemes": "_context_ref _init_on_receiver_impl "
     "_init_on_sender_impl "

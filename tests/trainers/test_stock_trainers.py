@@ -230,9 +230,9 @@ def test_the_lag_of_each_batch_is_logged(run):
 
 def test_a_checkpoint_brings_back_the_hooks_the_learner_and_the_workers(run):
     restored = run.restored
-    assert restored["saved"]["publish_weights"] == {"counted": PHASE}
-    assert restored["changed"]["publish_weights"] == {"counted": PHASE + 1}
-    assert restored["loaded"]["publish_weights"] == {"counted": PHASE}
+    assert restored["saved"]["publish_weights"]["counter"] == PHASE
+    assert restored["changed"]["publish_weights"]["counter"] == PHASE + 1
+    assert restored["loaded"]["publish_weights"]["counter"] == PHASE
     lag = restored["loaded"]["lag_of_the_policy"]
     assert lag == restored["saved"]["lag_of_the_policy"]
     assert sum(lag["histogram"].values()) >= BATCHES

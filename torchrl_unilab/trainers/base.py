@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl import logger as torchrl_logger
-from torchrl.trainers import CountFramesLog, LogScalar, Trainer, UpdateWeights, UTDRHook
+from torchrl.trainers import CountFramesLog, LogScalar, Trainer, UTDRHook
 
 from torchrl_unilab.checks import as_number
 from torchrl_unilab.collectors import ReplayCollector
@@ -28,6 +28,7 @@ from torchrl_unilab.errors import (
 )
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks, shapes_of
+from torchrl_unilab.trainers.hooks import is_stock_update
 
 NORM = "norm of the weights"
 """Key, in an update's means, of the norm of all learnt parameters: checked, not logged."""
@@ -167,8 +168,7 @@ class RankTrainer(Trainer):
                 "that reads none). Frames are logged with everything else; register LogScalar at "
                 "'post_optim_log', by register_op."
             )
-        again = isinstance(op, UpdateWeights) and op.collector is self.collector
-        if again and dest == "post_steps":
+        if dest == "post_steps" and is_stock_update(op, self.collector):
             raise ConfigError(
                 f"hook UpdateWeights: {type(self).__name__} publishes after each batch itself "
                 "(expected one publish). Leave the hook out."

@@ -9,20 +9,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
 import psutil
 from tensordict import TensorDictBase
 from torchrl.trainers import Trainer, UpdateWeights
-from torchrl.trainers.trainers import TrainerHookBase
 
 from torchrl_unilab.checks import as_integer
 from torchrl_unilab.collectors.base import WorkerCollector
 
 
-class PublishWeights(TrainerHookBase):
+class PublishWeights(UpdateWeights):
     """Publishes models to the collector's workers after every n batches.
 
     Replaces the `UpdateWeights` hook that TorchRL's trainers register for the same collector,
@@ -50,11 +48,9 @@ class PublishWeights(TrainerHookBase):
     """
 
     def __init__(self, collector: Any, every: int = 1) -> None:
-        self.collector = collector
-        self.every = as_integer("PublishWeights every", every, "Leave it out for each batch.")
-        self._map: Mapping[str, str] | None = None
-        self._trainer: Trainer | None = None
-        self._counted, self._skipped = 0, False
+        every = as_integer("PublishWeights every", every, "Leave it out for each batch.")
+        super().__init__(collector, every)
+        self._skipped = False
 
     def skip(self) -> None:
         """Do not publish after this batch, nor count it: nothing was learnt from it."""
@@ -62,36 +58,30 @@ class PublishWeights(TrainerHookBase):
 
     def __call__(self) -> None:
         """Count a batch; publish if it is due."""
-        if self._skipped:
-            self._skipped = False
-            return
-        self._counted += 1
-        if self._counted % self.every:
-            return
-        if self._map is None:
-            self.collector.update_policy_weights_()
-        else:
-            sources = {model: attrgetter(path)(self._trainer) for model, path in self._map.items()}
-            self.collector.update_policy_weights_(weights_dict=sources)
+        if not self._skipped:
+            super().__call__()
+        self._skipped = False
+
+    def _update_with_map(self) -> None:
+        """Publish models as they are: TorchRL's takes their extra state out."""
+        paths = self.weight_update_map.items()
+        sources = {model: attrgetter(path)(self.trainer) for model, path in paths}
+        self.collector.update_policy_weights_(weights_dict=sources)
 
     def register(self, trainer: Trainer, name: str = "publish_weights") -> None:
         """Register after the optimisation of each batch."""
-        self._trainer = trainer
         for entry in list(trainer._post_steps_ops):
             hook = inspect.unwrap(entry[0])  # TorchRL times its hooks
-            if isinstance(hook, UpdateWeights) and hook.collector is self.collector:
-                self._map = hook.weight_update_map
+            if is_stock_update(hook, self.collector):
+                self.weight_update_map = hook.weight_update_map
                 trainer._post_steps_ops.remove(entry)
-        trainer.register_op("post_steps", self)
-        trainer.register_module(name, self)
+        super().register(trainer, name)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the count of batches."""
-        return {"counted": self._counted}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the count of batches."""
-        self._counted = state_dict["counted"]
+def is_stock_update(hook: Any, collector: Any) -> bool:
+    """Return whether a hook is TorchRL's own, which publishes to the same collector."""
+    stock = isinstance(hook, UpdateWeights) and not isinstance(hook, PublishWeights)
+    return stock and hook.collector is collector
 
 
 class BusyTime:

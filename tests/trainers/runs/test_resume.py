@@ -81,7 +81,7 @@ def at_the_kill(act: Callable[[PublishWeights], object]) -> Callable[[PublishWei
 
     def publish_and_act(hook: PublishWeights) -> None:
         publish(hook)
-        if hook._trainer.collected_frames >= KILLED and not acted:
+        if hook.trainer.collected_frames >= KILLED and not acted:
             acted.append(act(hook))
 
     return publish_and_act
