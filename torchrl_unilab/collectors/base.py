@@ -349,7 +349,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         team = self._finish_tick()
         states, frames = state_dict["workers"], state_dict["frames"]
         if states is None:
-            team.ask_all("counts", state_dict.get("totals", {"frames": frames}))
+            team.ask_all("count_on", state_dict.get("totals", {"frames": frames}))
         else:
             team.ask([("load", state) for state in states])
         self._frames = frames

@@ -120,30 +120,17 @@ class WorkerService:
         self.rollouts, self._pull = rollouts, scheme.pull
         self.sink, self.metrics, self.worker = setup.sink, setup.metrics, worker
         self.running, self.ticks = False, 0
-        self._requests: Mapping[str, Callable[..., Any]] = {
-            "collect": self._collect_tick,
-            "run": self._run,
-            "seed": rollouts.seed,
-            "reset": rollouts.reset,
-            "env": self._env_attribute,
-            "counts": self._count_on,
-            "state": self._state,
-            "load": self._load,
-            "resume": self._resume,
-        }
+        self.seed, self.reset = rollouts.seed, rollouts.reset
         self.sink.open(worker)
 
     def serve(self, kind: str, *arguments: Any) -> Any:
         """Serve a request; return the answer.
 
         Args:
-            kind: ``"collect"`` (the number of a tick), ``"run"`` (whether to), ``"seed"``
-                (of the environment, of torch), ``"reset"``, ``"env"`` (an attribute's name),
-                ``"counts"`` (fields of `CollectorMetrics`), ``"state"``, ``"load"`` (a state) or
-                ``"resume"`` (a snapshot of metrics).
-            *arguments: What the parentheses above say.
+            kind: The name of a method: ``"seed"``, ``"reset"``, or one of those under "Requests".
+            *arguments: The method's.
         """
-        return self._requests[kind](*arguments)
+        return getattr(self, kind)(*arguments)
 
     def publish(self, tick: int | None = None) -> None:
         """Publish the worker's metrics; those that the first worker lacks are left out.
@@ -170,7 +157,14 @@ class WorkerService:
         self.rollouts.clock.to("wait")
         return request
 
-    def _collect_tick(self, tick: int) -> None:
+    # Requests
+
+    def collect(self, tick: int) -> None:
+        """Collect a tick of this number, unless it is completed.
+
+        Raises:
+            WaitTimeoutError: There was no room in time.
+        """
         if tick <= self.ticks:
             return
         stored = self.sink.stored()
@@ -187,28 +181,34 @@ class WorkerService:
                 f"tick {tick}: no slot was freed in time (expected one). Release leases."
             )
 
-    def _run(self, running: bool) -> None:
+    def run(self, running: bool) -> None:
+        """Collect without being asked for ticks from now on, or no longer."""
         self.running = running
 
-    def _env_attribute(self, name: str) -> Any:
+    def env_attribute(self, name: str) -> Any:
+        """Return an attribute of the environment, or the error that says that it has none."""
         try:
             return getattr(self.rollouts.env, name)
         except AttributeError as missing:
             return missing  # the collector raises it, and the worker goes on
 
-    def _count_on(self, totals: Mapping[str, Any]) -> None:
+    def count_on(self, totals: Mapping[str, Any]) -> None:
+        """Count on from fields of `CollectorMetrics`; see `RolloutWorker.count_on`."""
         self.rollouts.count_on(totals)
         self.publish()
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """Return the state of the rollouts."""
         self._pull()  # as TorchRL's workers do: `wait_applied` may wait for an idle one
         return self.rollouts.state_dict()
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
         self.rollouts.load_state_dict(state)
         self.publish()
 
-    def _resume(self, snapshot: Mapping[str, torch.Tensor]) -> None:
+    def resume(self, snapshot: Mapping[str, torch.Tensor]) -> None:
+        """Continue from the metrics of the worker that this one replaces."""
         self.ticks = int(snapshot["ticks"])
         self.rollouts.resume_from(snapshot)
 

@@ -134,7 +134,7 @@ class WorkerTeam:
         Raises:
             AttributeError: It has none of that name.
         """
-        (found,) = self.ask([("env", name)])
+        (found,) = self.ask([("env_attribute", name)])
         if isinstance(found, AttributeError):
             raise found
         return found
