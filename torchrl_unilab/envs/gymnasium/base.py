@@ -58,20 +58,12 @@ class GymnasiumTask(MujocoTask):
         """Return where the model lies; a mere name is looked up among the assets, as in Gymnasium.
 
         What begins with ``/``, ``.`` or ``~``, or is a `Path`, is a file of its own.
-
-        Raises:
-            FileNotFoundError: Gymnasium is not installed.
         """
         text = str(self.model)  # a Path would drop a leading "./"
         if isinstance(self.model, Path) or text.startswith(("/", ".", "~")):
             return Path(text).expanduser()
         # find_spec, because importing gymnasium.envs.mujoco loads a renderer
-        spec = find_spec("gymnasium")
-        if spec is None or spec.origin is None:
-            raise FileNotFoundError(
-                f"model of {self.name}: gymnasium is not installed (expected its "
-                f"asset {self.model}). Install gymnasium, or give an absolute path."
-            )
+        spec: Any = find_spec("gymnasium")
         return Path(spec.origin).parent / "envs" / "mujoco" / "assets" / text
 
     @cached_property
