@@ -107,3 +107,10 @@ def test_a_refused_source_leaves_the_scheme_as_it_was():
         scheme.init_on_sender(model_id="policy", context=context)
 
     assert not scheme.per_worker_weights
+
+
+def test_a_collector_without_a_policy_is_refused_with_the_way_out():
+    collector = _collector(None, None)
+
+    with pytest.raises(TypeError, match=r"expected an nn\.Module\)\. Leave the scheme out"):
+        initial_weights(False, model_id="policy", context=collector)

@@ -133,7 +133,8 @@ def _from_context(context: Any, model_id: str, workers: int, per_worker: bool) -
         if any(factory is not factories[0] for factory in factories):
             policies = {i: checked_module(make(), "policy") for i, make in enumerate(factories)}
             return InitialWeights(policies, per_worker=True)
-        model = factories[0]()
+        if factories[0] is not None:  # without policy and factory, workers act at random
+            model = factories[0]()
     module = checked_module(model, model_id)
     return InitialWeights(_by_worker(module, workers, per_worker), per_worker)
 
