@@ -14,6 +14,7 @@ import torch
 import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's groups)
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
+from torchrl.checkpoint import Checkpoint
 from torchrl.collectors import BaseCollector
 from torchrl.envs import GymEnv, SerialEnv
 from torchrl.trainers import Trainer
@@ -247,7 +248,6 @@ def test_a_setting_may_be_none_in_place_of_the_tasks():
     assert given.hidden == make_settings("appo", "Hopper-v5").hidden
 
 
-@pytest.mark.filterwarnings("ignore:.*checkpoint:FutureWarning", "ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize("whole_job", [False, True])
 def test_an_interrupt_saves_what_was_learnt_and_ends_the_collector(
     whole_job, monkeypatch, tmp_path, capsys
@@ -261,7 +261,7 @@ def test_an_interrupt_saves_what_was_learnt_and_ends_the_collector(
 
     monkeypatch.setattr(APPOTrainer, "train", train)
     monkeypatch.chdir(tmp_path)
-    saved = f"trainer.save_trainer_file={tmp_path}/new/trained.pt"
+    saved = f"trainer.save_trainer_file={tmp_path}/new/trained"
     monkeypatch.setattr("sys.argv", ["hydra", "--config-name", "appo", *APPO, saved])
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
@@ -269,7 +269,7 @@ def test_an_interrupt_saves_what_was_learnt_and_ends_the_collector(
     signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 130
     assert "interrupted" in capsys.readouterr().err
-    assert (tmp_path / "new" / "trained.pt").exists()
+    assert Checkpoint.is_checkpoint(tmp_path / "new" / "trained")
     assert not live_children()
 
 
