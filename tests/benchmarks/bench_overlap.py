@@ -38,7 +38,7 @@ def frames_per_second(seconds: float, *, learning: bool) -> float:
     trainer = APPOTrainer(
         collector=collector,
         loss_module=loss,
-        total_frames=-1,
+        total_frames=float("inf"),
         config=config,
         normalizers={"observation": normalizer},
         progress_bar=False,
