@@ -267,7 +267,7 @@ def _check_actor_inputs(loss: TD3Loss) -> None:
     if missing:
         raise ConfigError(
             f"TD3Loss: its critic reads {missing} (expected what the actor reads or writes, "
-            f"{[*actor.in_keys, *actor.out_keys]}). Use networks that the fused update takes."
+            f"{[*actor.in_keys, *actor.out_keys]}). Set fused=True, with networks that it takes."
         )
 
 
