@@ -58,7 +58,8 @@ def make_task(name: str, **options: Any) -> MujocoTask:
             for a task of your own in a module that can be imported, where ``Name`` is a task, or
             makes one from the options, as the class of a task does.
         **options: Fields of the task. For a Gymnasium task: the options of its constructor, except
-            that ``xml_file`` is called ``model``, and ``max_episode_steps``.
+            that ``xml_file`` is called ``model`` and cameras are `MujocoBatchEnv`'s, and
+            ``max_episode_steps``.
 
     Raises:
         ConfigError: There is no such task, or it has no such option.

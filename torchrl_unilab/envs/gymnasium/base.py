@@ -25,7 +25,7 @@ from torchrl_unilab.errors import ConfigError
 class GymnasiumTask(MujocoTask):
     """A task of Gymnasium's, by default on its model among Gymnasium's assets.
 
-    Its fields are the options of Gymnasium's constructor, by the same names, but
+    Its fields are the options of Gymnasium's constructor but for cameras, by the same names, but
     that ``xml_file`` is `model`, which takes all that any task's `model` takes.
 
     Every formula works on ``(nsim, ...)`` arrays in the order of operations of the
