@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
+import threading
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -35,6 +35,19 @@ def said_by(program: str, preload: str = "json", *, script: Path | None = None) 
     return done.stdout.split()
 
 
+def test_the_command_line_forks_its_server(tmp_path):
+    train = f"train appo --env missing:Task --frames 512 --run-dir {tmp_path / 'run'}"
+    program = (
+        "from torchrl_unilab.cli import main\n"
+        "sys.stderr = sys.stdout\n"  # for the refusal of the task, which comes after
+        f"main({train.split()})\n"
+        "own, servers = (open(f'/proc/{pid}/cmdline').read() for pid in "
+        "('self', server._forkserver_pid))\n"
+        "print(own == servers)\n"  # Python's own server has a command of its own
+    )
+    assert said_by(program)[-1] == "True"
+
+
 @pytest.mark.parametrize(("chosen", "used"), [(None, "forkserver"), ("spawn", "spawn")])
 def test_training_forks_its_workers_from_a_server_unless_another_method_was_chosen(chosen, used):
     chooses = "" if chosen is None else f"multiprocessing.set_start_method({chosen!r})\n"
@@ -43,11 +56,14 @@ def test_training_forks_its_workers_from_a_server_unless_another_method_was_chos
 
 
 @pytest.mark.parametrize(
-    "start", ["threading.Thread(target=wait, daemon=True).start()", "start_new_thread(wait, ())"]
+    "has",
+    [
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()",
+        "sys.modules['torch'] = sys",  # it may have threads
+    ],
 )
-def test_a_process_with_threads_is_not_forked(start):
-    start = f"from _thread import start_new_thread\nwait = threading.Event().wait\n{start}\n"
-    assert said_by(f"{start}start_fork_server()\n{SERVED}") == ["forkserver", "False"]
+def test_a_process_with_threads_is_not_forked(has):
+    assert said_by(f"{has}\nstart_fork_server()\n{SERVED}") == ["forkserver", "False"]
 
 
 def test_workers_share_what_was_imported_ignore_ctrl_c_and_can_start_processes():
@@ -108,7 +124,8 @@ def test_signals_are_as_before_where_the_server_cannot_start(monkeypatch):
     monkeypatch.setattr(multiprocessing, "set_start_method", lambda method: None)
     monkeypatch.setattr(multiprocessing, "set_forkserver_preload", lambda modules: None)
     monkeypatch.setattr(forkserver, "ensure_running", refuse)
-    monkeypatch.setattr(os, "listdir", lambda path: ["the only thread"])
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.delitem(sys.modules, "torch")
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGHUP)]
     with pytest.raises(OSError, match="no room"):
         start_fork_server()

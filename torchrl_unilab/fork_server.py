@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Sequence
@@ -34,9 +35,9 @@ def start_fork_server() -> None:
 
     Call it before any other import, which may start threads, and only in the program itself:
     its workers import the program's module. Nothing is forked if this process has threads, as
-    a debugger's or NumPy's, or another start method was chosen, as TorchRL does when it is
-    imported. System libraries other than Linux's do not survive a fork: elsewhere workers are
-    spawned.
+    a debugger's, or has imported torch, which may have some, or if another start method was
+    chosen, as TorchRL does when it is imported. System libraries other than Linux's do not
+    survive a fork: elsewhere workers are spawned.
     """
     chosen = multiprocessing.get_start_method(allow_none=True) is not None
     if sys.platform != "linux" or chosen:
@@ -45,9 +46,9 @@ def start_fork_server() -> None:
     multiprocessing.set_start_method("forkserver")  # before TorchRL chooses another
     multiprocessing.set_forkserver_preload([_PRELOAD])
     resource_tracker.ensure_running()  # which is to be a new interpreter
-    threads = len(os.listdir("/proc/self/task"))  # a library's, too
+    used = "torch" in sys.modules  # its threads, if it has any by now, Python does not count
     importlib.import_module(_PRELOAD)
-    if threads > 1:
+    if used or threading.active_count() > 1:
         return  # Python starts its own server with the first worker
     if sys.stdout is not None:  # closed by `>&-`
         sys.stdout.flush()  # or each worker writes what is not written yet, too
