@@ -4,7 +4,7 @@ Python's own server is a new interpreter, which imports everything once more. Th
 as soon as torch and the package are imported, and before there is any thread that a fork
 would lose (OpenBLAS ends its own). Its pages stay shared until they are written.
 
-A script of the user's, too, starts two seconds earlier with it. These are its first lines::
+A script of the user's, too, is ready in half of the time with it. These are its first lines::
 
     from torchrl_unilab.fork_server import start_fork_server
 
