@@ -64,6 +64,7 @@ PRIVATE = {
     "torch._tensor": "_backward_hooks _post_accumulate_grad_hooks",
     "mujoco": "_callbacks",
     "argparse": "_actions",
+    "atexit": "_run_exitfuncs",
 }
 """Module that has the names, to the names."""
 
