@@ -6,10 +6,12 @@ import contextlib
 import random
 import signal
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch._inductor import config as inductor
+from torch._inductor import cpu_vec_isa
 
 from tests.support.off_policy import assert_equal_parameters, fused, make_loss, transitions_of
 from torchrl_unilab.errors import ConfigError
@@ -131,6 +133,17 @@ def test_without_a_compiler_an_update_is_not_compiled(algorithm, monkeypatch):
     with pytest.raises(ConfigError, match="no 'no-such-compiler' on the path"):
         update.compile()
     update.step(update.prepare(transitions_of(loss, 32, 0)))
+
+
+def test_no_trial_build_tells_what_vectors_the_processor_has(monkeypatch):
+    build = Mock(return_value=False)
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", build)
+    compiler = Mock()
+    monkeypatch.setattr(torch, "compile", compiler)
+    compiled(len)
+    with inductor.patch(compiler.call_args.kwargs["options"]):
+        assert cpu_vec_isa.VecAVX2()
+    build.assert_not_called()
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own

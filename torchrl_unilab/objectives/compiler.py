@@ -36,6 +36,8 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise ConfigError(f"compile: no {compiler!r} on the path (expected one). {_REMEDY}")
+    # The processor says which vectors it has: a trial build for each kind takes two seconds.
+    options["options"] = {"cpp.vec_isa_ok": True} | options.get("options", {})
     whole = torch.compile(function, **options)
 
     @functools.wraps(function)
