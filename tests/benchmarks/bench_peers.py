@@ -66,10 +66,12 @@ PEERS: dict[str, tuple[str, ...]] = {
 ALL = (*OURS, STOCK, STOCK_SAC, *PEERS)
 TRAIN = """
 import os, sys, time
-import torchrl_unilab.trainers
-from torchrl_unilab.cli import main
+from torchrl_unilab.__main__ import run
+from torchrl_unilab.fork_server import start_fork_server
+start_fork_server()
 left = float(sys.argv[1]) - time.monotonic() + float(os.environ["STARTED"])
-sys.exit(main(["train", *sys.argv[2:], "--max-seconds", str(left)]))
+sys.argv[1:] = ["train", *sys.argv[2:], "--max-seconds", str(left)]
+sys.exit(run())
 """
 """``torchrl-unilab train``, whose imports count among its seconds."""
 
