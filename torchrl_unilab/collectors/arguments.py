@@ -32,7 +32,7 @@ class WorkerSettings(TypedDict, total=False):
     lockstep: bool
     inline: bool
     num_threads: int
-    exploration_type: ExplorationType
+    exploration_type: ExplorationType | str | None
     seed: int | None
     timeout: float | None
     restart_workers: int
@@ -40,6 +40,62 @@ class WorkerSettings(TypedDict, total=False):
     measure: Measure
     worker_idx: int | None
     policy_factory: Callable[[], TensorDictModuleBase] | None
+
+
+class StockSettings(WorkerSettings, total=False):
+    """These, and arguments of TorchRL's collectors, typed as what `STOCK_ARGUMENTS` accepts."""
+
+    max_frames_per_traj: int | None
+    reset_at_each_iter: bool
+    reset_when_done: bool
+    set_truncated: bool
+    split_trajs: bool | None
+    trajs_per_batch: None
+    trajs_per_write: None
+    traj_format: None
+    track_traj_ids: bool
+    cat_results: None
+    preemptive_threshold: float | None
+    return_same_td: bool
+    compact_obs: bool
+    postproc: None
+    pre_collect_hook: None
+    post_collect_hook: None
+    replay_buffer: None
+    extend_buffer: bool
+    compile_policy: bool | None
+    cudagraph_policy: bool | None
+    track_policy_version: bool | None
+    device: torch.device | str | None
+    storing_device: torch.device | str | None
+    env_device: torch.device | str | None
+    trust_policy: bool | None
+    auto_register_policy_transforms: bool | None
+    create_env_kwargs: Mapping[str, Any] | None
+    init_fn: None
+    interruptor: None
+    collector_class: None
+    num_workers: None
+    num_sub_threads: int | None
+    backend: None
+    backend_options: None
+    sync: bool | None
+    update_at_each_batch: bool
+    weight_updater: None
+    weight_recv_schemes: None
+    no_cuda_sync: bool | None
+
+
+class RolloutSettings(StockSettings, total=False):
+    """Keyword arguments of `APPOCollector`, besides its own."""
+
+    init_random_frames: int | None
+
+
+class ReplaySettings(StockSettings, total=False):
+    """Keyword arguments of `ReplayCollector`, besides its own."""
+
+    use_buffers: bool | None
 
 
 _LEAVE_OUT = "Leave it out: these collectors do without"

@@ -112,7 +112,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         lockstep: bool = False,
         inline: bool = False,
         num_threads: int = 1,
-        exploration_type: ExplorationType = ExplorationType.RANDOM,
+        exploration_type: ExplorationType | str | None = ExplorationType.RANDOM,
         seed: int | None = None,
         timeout: float | None = None,
         restart_workers: int = 0,

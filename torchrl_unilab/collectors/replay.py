@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 
 from torchrl_unilab.checks import as_integer
-from torchrl_unilab.collectors.arguments import CreateEnv, WorkerSettings
+from torchrl_unilab.collectors.arguments import CreateEnv, ReplaySettings
 from torchrl_unilab.collectors.base import Explore, WorkerCollector
 from torchrl_unilab.collectors.worker import (
     POLICY_VERSION,
@@ -134,7 +134,7 @@ class ReplayCollector(WorkerCollector):
         init_random_frames: int = 0,
         explore: Explore | None = None,
         replay: Mapping[str, Any] | None = None,
-        **workers: Unpack[WorkerSettings],
+        **workers: Unpack[ReplaySettings],
     ) -> None:
         super().__init__(create_env_fn, policy, **workers)
         own = {} if replay is None else replay

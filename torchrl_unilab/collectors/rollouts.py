@@ -17,7 +17,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 
 from torchrl_unilab.checks import as_choice, as_integer
-from torchrl_unilab.collectors.arguments import CreateEnv, WorkerSettings
+from torchrl_unilab.collectors.arguments import CreateEnv, RolloutSettings
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import POLICY_VERSION, RolloutWorker, example_rollout
@@ -140,7 +140,7 @@ class APPOCollector(WorkerCollector):
         overflow: Overflow = "block",
         max_policy_lag: int | None = None,
         use_buffers: bool = False,
-        **workers: Unpack[WorkerSettings],
+        **workers: Unpack[RolloutSettings],
     ) -> None:
         super().__init__(create_env_fn, policy, **workers)
         if max_policy_lag is not None:
