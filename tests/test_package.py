@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +39,24 @@ def test_each_package_and_what_it_exports_is_documented(package):
     documented = [getattr(module, name) for name in getattr(module, "__all__", [])]
     assert module.__doc__
     assert [value for value in documented if callable(value) and not value.__doc__] == []
+
+
+@pytest.mark.parametrize("package", ["torchrl_unilab", *PACKAGES])
+def test_type_checkers_see_the_types_of_names_that_are_imported_when_asked_for(package):
+    module = importlib.import_module(package)
+    tree = ast.parse(inspect.getsource(module))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert {*getattr(module, "__all__", [])} <= {a.name for node in imports for a in node.names}
+
+
+def test_no_decorator_of_torchrl_hides_the_type_of_a_public_class():
+    # TorchRL's are typed as if they returned the base class.
+    trees = [
+        ast.parse(path.read_text()) for path in Path(torchrl_unilab.__file__).parent.rglob("*.py")
+    ]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    decorators = {ast.unparse(found) for node in classes for found in node.decorator_list}
+    assert {name.split("(")[0] for name in decorators} == {"dataclass", "runtime_checkable"}
 
 
 def test_importing_the_package_starts_and_prints_nothing():

@@ -12,8 +12,31 @@ Example:
 from __future__ import annotations
 
 import importlib
+import typing
 from importlib.metadata import version
-from typing import Any
+
+if typing.TYPE_CHECKING:  # what editors and type checkers see
+    from torchrl_unilab.collectors import APPOCollector, ReplayCollector
+    from torchrl_unilab.data import (
+        DoubleBufferReplayPipeline,
+        PackedReplayStorage,
+        RolloutRingStorage,
+    )
+    from torchrl_unilab.envs import MujocoBatchEnv, make_task
+    from torchrl_unilab.objectives import APPOLoss
+    from torchrl_unilab.trainers import (
+        APPOConfig,
+        APPOTrainer,
+        OffPolicyConfig,
+        OffPolicyTrainer,
+        evaluate_run,
+        load_policy,
+        play_run,
+        resume_run,
+        train_appo,
+        train_off_policy,
+    )
+    from torchrl_unilab.weight_update import UniLabShmScheme, UniLabShmTransport
 
 __all__ = [
     "APPOCollector",
@@ -44,7 +67,7 @@ __version__ = version("torchrl-unilab")
 _PACKAGES = ("weight_update", "data", "envs", "objectives", "collectors", "trainers")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     if name in __all__:
         for package in _PACKAGES:
             module = importlib.import_module(f"{__name__}.{package}")

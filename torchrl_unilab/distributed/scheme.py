@@ -40,7 +40,6 @@ _ANSWER_SECONDS = 2.0  # to wait for the mailbox's answer
 _FOLLOW_SECONDS = 10.0  # to wait until all collectors poll the mailbox
 
 
-@register_weight_sync_backend("unilab_ray")
 class UniLabRayScheme(WeightSyncScheme):
     """Publishes a policy's weights to the nodes of a Ray cluster, without waiting for any.
 
@@ -326,3 +325,7 @@ def _post_again(scheme: weakref.ref[UniLabRayScheme], ended: threading.Event) ->
     while not ended.wait(POLL_SECONDS) and (living := scheme()) is not None:
         living._repost()
         del living  # the last reference to a scheme ends its mailbox
+
+
+# As a decorator it would hide the type from editors, which would see a `WeightSyncScheme`.
+register_weight_sync_backend("unilab_ray")(UniLabRayScheme)

@@ -44,7 +44,6 @@ _TOO_EARLY = "{0}: before {1} (expected it first). Give the scheme to a collecto
 PullAt = Literal["rollout", "step", "manual"]
 
 
-@register_weight_sync_backend("unilab_shm")
 class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     """Publishes a policy's weights in shared memory; workers pull them as they act.
 
@@ -392,3 +391,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 transport.close()
             self._shared_transport = None
             self._clear_local()
+
+
+# As a decorator it would hide the type from editors, which would see a `WeightSyncScheme`.
+register_weight_sync_backend("unilab_shm")(UniLabShmScheme)
