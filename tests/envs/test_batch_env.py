@@ -7,7 +7,7 @@ import pickle
 import sys
 import time
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -21,8 +21,15 @@ from torchrl.envs.utils import check_env_specs
 
 from tests.support.playing import act, assert_same, go, play, step
 from torchrl_unilab.envs import TASKS, MujocoBatchEnv
+from torchrl_unilab.envs.constructor import Constructor
 
 make = partial(MujocoBatchEnv, "Hopper-v5", 3, seed=0)
+
+
+def test_type_checkers_see_the_class_and_the_arguments_of_what_is_constructed():
+    hints = get_type_hints(Constructor.__call__)  # any other type hides both
+    made = hints["return"]
+    assert hints["self"] == type[made]
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -285,7 +285,7 @@ class MujocoTask(ABC):
             they are copied, and cast, at once.
         """
 
-    def observations(self, fields: Fields) -> dict[str, Sequence[NDArray[Any]]]:
+    def observations(self, fields: Fields) -> Mapping[str, Sequence[NDArray[Any]]]:
         """Observe the state for every reader: parts by key, as in `observation`.
 
         By default one group, ``"observation"``. A task whose critic may see what the actor cannot

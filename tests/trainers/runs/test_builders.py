@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_overloads, get_type_hints
 from unittest.mock import Mock, call
 
 import pytest
@@ -22,6 +23,7 @@ from torchrl.envs import (
 from torchrl_unilab.cli import main
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.trainers import (
     APPOConfig,
     OffPolicyConfig,
@@ -32,7 +34,7 @@ from torchrl_unilab.trainers import (
     train_off_policy,
 )
 from torchrl_unilab.trainers.runs import builders
-from torchrl_unilab.trainers.runs.builders import build_learner
+from torchrl_unilab.trainers.runs.builders import Learner, build_learner
 
 CONFIGS = [
     pytest.param(APPOConfig(hidden=(8,), num_envs=2, num_steps=16, minibatches=1), id="appo"),
@@ -52,6 +54,11 @@ CONFIGS = [
     ),
 ]
 every_algorithm = pytest.mark.parametrize("config", CONFIGS)
+
+
+def test_type_checkers_know_that_appo_s_learner_has_the_loss_that_its_trainer_takes():
+    hints = [get_type_hints(each) for each in get_overloads(build_learner)]
+    assert {each["config"]: each["return"] for each in hints}[APPOConfig] == Learner[APPOLoss]
 
 
 @pytest.mark.parametrize("setting", ["device", "collector_device"])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import mul
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import torch
@@ -47,9 +47,11 @@ from torchrl_unilab.trainers.runs.budget import (
 from torchrl_unilab.trainers.runs.environment import action_space, observation_sizes
 from torchrl_unilab.weight_update import UniLabShmScheme
 
+Loss = TypeVar("Loss", bound=LossModule, covariant=True)
+
 
 @dataclass
-class Learner:
+class Learner(Generic[Loss]):
     """What is learned: the networks, and the loss over them.
 
     Attributes:
@@ -60,7 +62,7 @@ class Learner:
 
     normalizers: dict[str, ObservationNormalizer]
     actor: TensorDictModuleBase
-    loss: LossModule
+    loss: Loss
 
 
 def _network_arguments(
@@ -84,7 +86,7 @@ def _network_arguments(
     return normalizers, actor, critic
 
 
-def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
+def build_appo(env: EnvBase, config: APPOConfig) -> Learner[APPOLoss]:
     """Return APPO's networks and loss."""
     normalizers, of_actor, of_critic = _network_arguments(env, config)
     action_space(env)
@@ -95,7 +97,7 @@ def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
     return Learner(normalizers, actor, loss)
 
 
-def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
+def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner[LossModule]:
     """Return SAC's or TD3's networks and TorchRL's loss over them."""
     normalizers, of_actor, of_critic = _network_arguments(
         env, config, normalized=config.obs_normalization
@@ -210,7 +212,7 @@ class Algorithm:
             owns a pipeline, which is closed.
     """
 
-    learner: Callable[[EnvBase, Any], Learner]
+    learner: Callable[[EnvBase, Any], Learner[Any]]
     collector: Callable[..., Any]
     trainer: Callable[..., Any]
     memory: Callable[[Any, RunSizes], Sequence[MemoryItem]]
@@ -229,7 +231,15 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 """The parts of each algorithm that `torchrl_unilab.configs.SETTINGS` has settings of, by name."""
 
 
-def build_learner(env: EnvBase, config: Config) -> Learner:
+@overload
+def build_learner(env: EnvBase, config: APPOConfig) -> Learner[APPOLoss]: ...
+
+
+@overload
+def build_learner(env: EnvBase, config: Config) -> Learner[LossModule]: ...
+
+
+def build_learner(env: EnvBase, config: Config) -> Learner[Any]:
     """Return networks and loss of the settings' algorithm.
 
     Raises:
@@ -257,7 +267,7 @@ def build_learner(env: EnvBase, config: Config) -> Learner:
 
 
 def run_budget(
-    env: EnvBase, learner: Learner, config: Config, *, evaluates: bool = False
+    env: EnvBase, learner: Learner[Any], config: Config, *, evaluates: bool = False
 ) -> RunBudget:
     """Return what a run takes, and what is free; with a process that `evaluates` if there is one.
 
