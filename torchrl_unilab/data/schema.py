@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +81,8 @@ class TensorSchema:
         fields: Its tensors in order; their shapes include `batch_size`.
         inner: Key and further batch dimensions of each nested TensorDict that has more of them
             than the item, such as one of several agents.
+        dims: Names of the item's batch dimensions, such as ``"time"``, of which a checkpoint has
+            none, as in TorchRL; empty without names.
 
     Examples:
         >>> row = TensorDict({"x": torch.zeros(3), "next": {"done": torch.ones(1).bool()}}, [])
@@ -95,10 +97,11 @@ class TensorSchema:
     batch_size: tuple[int, ...]
     fields: tuple[TensorField, ...]
     inner: tuple[tuple[Path, tuple[int, ...]], ...] = ()
+    dims: tuple[str | None, ...] = field(default=(), compare=False)
 
     @classmethod
-    def of(cls, item: TensorDictBase) -> TensorSchema:
-        """Return the schema of an item; its values are not used.
+    def of(cls, item: TensorDictBase, dims: Sequence[str | None] = ()) -> TensorSchema:
+        """Return the schema of an item, with names of its dimensions; its values are not used.
 
         Raises:
             LayoutKeyError: There is no tensor, a nested TensorDict is empty, or two keys have
@@ -132,7 +135,8 @@ class TensorSchema:
             if entry.ndim > item.ndim:
                 path = (key,) if isinstance(key, str) else key
                 inner.append((path, tuple(entry.batch_size[item.ndim :])))
-        return cls(tuple(item.batch_size), tuple(fields), tuple(inner))
+        named = tuple(dims) if any(dims) else ()
+        return cls(tuple(item.batch_size), tuple(fields), tuple(inner), named)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -206,7 +210,8 @@ class TensorSchema:
             batch_size: Batch dimensions in front of an item's.
         """
         shape = torch.Size((*batch_size, *self.batch_size))
-        return _nested(self._tree, tensors, shape, tensors[0].device)
+        names = [*[None] * len(batch_size), *self.dims] if self.dims else None
+        return _nested(self._tree, tensors, shape, tensors[0].device, names)
 
     @functools.cached_property
     def _tree(self) -> _Tree:
@@ -266,13 +271,20 @@ def _dtypes() -> dict[str, torch.dtype]:
 
 
 def _nested(
-    tree: _Tree, tensors: Sequence[torch.Tensor], batch: torch.Size, device: torch.device
+    tree: _Tree,
+    tensors: Sequence[torch.Tensor],
+    batch: torch.Size,
+    device: torch.device,
+    names: list[str | None] | None,
 ) -> TensorDict:
     nodes, inner = tree
     source = {
-        key: tensors[entry] if isinstance(entry, int) else _nested(entry, tensors, batch, device)
+        key: tensors[entry]
+        if isinstance(entry, int)
+        else _nested(entry, tensors, batch, device, names)
         for key, entry in nodes.items()
     }
     # The checks of the public constructor take longer than the gather of a small batch.
     shape = torch.Size((*batch, *inner)) if inner else batch
-    return TensorDict._new_unsafe(source=source, batch_size=shape, device=device)
+    dims = [*names, *[None] * len(inner)] if names else None
+    return TensorDict._new_unsafe(source=source, batch_size=shape, device=device, names=dims)

@@ -74,7 +74,8 @@ class SharedReplay(SharedStorage):
         self._form: RowForm | None = None
         self._start_process()
         if example is not None:
-            self.initialize(TensorSchema.of(as_rows(example)))
+            row = as_rows(example)
+            self.initialize(TensorSchema.of(row, row.names))
 
     def _start_process(self) -> None:
         self._building = threading.RLock()
@@ -269,7 +270,7 @@ class SharedReplay(SharedStorage):
     def _appender_for(self, rows: TensorDictBase) -> RowAppender | Closed:
         """Return the appender; make it for rows like `rows` [n] if there are none yet."""
         if not self.initialized:
-            self.initialize(TensorSchema.of(rows[0]))
+            self.initialize(TensorSchema.of(rows[0], rows.names[1:]))
         return self._appender
 
     # Content as a whole
