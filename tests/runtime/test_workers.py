@@ -4,6 +4,7 @@ import multiprocessing as mp
 import os
 import re
 import signal
+import sys
 import time
 from multiprocessing.connection import wait as wait_readable
 from unittest.mock import Mock
@@ -28,6 +29,12 @@ def test_workers_report_that_they_are_ready_and_answer(group):
     assert group.ask(1, "double", 4) == 8
     assert group.receive(0, DEADLINE) == 2
     group.check()
+
+
+def test_workers_start_under_a_debugger_that_clears_the_main_module(monkeypatch):
+    monkeypatch.delattr(sys.modules["__main__"], "__spec__")  # as python -m pdb does, in 3.11
+    with make_group() as group:
+        assert group.ask(0, "double", 4) == 8
 
 
 def test_waiting_ends_with_a_readable_descriptor_or_at_its_timeout(group):

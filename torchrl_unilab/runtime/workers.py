@@ -107,6 +107,8 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
 
     def _start(self, index: int) -> WorkerProcess:
         working_directory()  # multiprocessing asks for it, too
+        # It also asks for this, which Python 3.11's debugger clears away (python -m pdb).
+        vars(sys.modules["__main__"]).setdefault("__spec__", None)
         with files_to_open(f"{self._name}s", "more, for their pipes", "start fewer"):
             return self._start_process(index)
 
