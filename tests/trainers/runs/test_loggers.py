@@ -10,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+from tests.support.descriptors import may_open
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.runs import loggers
 from torchrl_unilab.trainers.runs.loggers import RunLogger, check_loggers, cut_logs, run_logger
@@ -33,6 +34,14 @@ def test_logs_are_cut_after_the_frames_of_a_checkpoint_and_where_a_line_is_torn(
 def test_without_logs_there_is_nothing_to_cut(tmp_path):
     assert cut_logs(tmp_path / "none", 20) == {}
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_may_open_no_more_logs_says_so(tmp_path):
+    with contextlib.ExitStack() as closing:
+        logger = run_logger(tmp_path, ["csv"], closing, None)
+        message = r"^logs: too many open files .*`ulimit -n`, or set logger without csv"
+        with may_open(0), pytest.raises(ConfigError, match=message):
+            logger.log_scalar("return", 1.0, step=1)
 
 
 def test_each_logger_of_a_run_gets_all_that_is_logged(tmp_path):

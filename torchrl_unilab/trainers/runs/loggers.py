@@ -15,6 +15,7 @@ from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl.record.loggers.utils import get_logger
 
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.limits import files_to_open
 from torchrl_unilab.trainers.runs.directory import write_whole
 
 
@@ -121,11 +122,16 @@ class RunLogger(Logger):
         """Make nothing: each logger has its own."""
 
     def log_scalar(self, name: str, value: float, step: int | None = None) -> None:
-        """Log a scalar, unless the last of its name is of the same step."""
+        """Log a scalar, unless the last of its name is of the same step.
+
+        Raises:
+            ConfigError: This process may open no more files.
+        """
         if step is None or self._logged.get(name) != step:
             self._logged[name] = math.nan if step is None else step
-            for logger in self.loggers:
-                logger.log_scalar(name, value, step=step)
+            with files_to_open("logs", "one for each scalar", "set logger without csv"):
+                for logger in self.loggers:
+                    logger.log_scalar(name, value, step=step)
 
     def log_hparams(self, cfg: Mapping[str, Any]) -> None:
         """Log settings: numbers, flags and texts as they are, others as text."""
