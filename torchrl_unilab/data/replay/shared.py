@@ -11,7 +11,7 @@ import operator
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -76,6 +76,20 @@ class SharedReplay(SharedStorage):
         if example is not None:
             row = as_rows(example)
             self.initialize(TensorSchema.of(row, row.names))
+
+    def _empty_copy(self) -> Self:
+        other = type(self)(
+            self.max_size,
+            writers=self.writers,
+            n_step=self.n_step,
+            gamma=self.gamma,
+            observation_keys=self.observation_keys,
+            non_finite=self.non_finite_policy,
+            timeout=self.timeout,
+        )
+        if self._form is not None:
+            other.initialize(self._form.schema)  # of which a state has no names of dimensions
+        return other
 
     def _start_process(self) -> None:
         self._building = threading.RLock()

@@ -8,7 +8,7 @@ use. What lies below, and the replay's own `add` and `sample`, is in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -375,17 +375,6 @@ class PackedReplayStorage(SharedReplay):
             load_rows(self, state_dict["header"], len(words), lambda at, n: words[at : at + n])
 
     # Copies and end
-
-    def _empty_copy(self) -> Self:
-        return type(self)(
-            self.max_size,
-            writers=self.writers,
-            n_step=self.n_step,
-            gamma=self.gamma,
-            observation_keys=self.observation_keys,
-            non_finite=self.non_finite_policy,
-            timeout=self.timeout,
-        )
 
     def _leave(self) -> None:
         rows = self._rows
