@@ -13,15 +13,13 @@ from pathlib import Path
 import hypothesis
 import psutil
 import pytest
-import torch
 
 from tests.support import fork_server
 from tests.support.processes import live_children
-from torchrl_unilab import preload  # noqa: F401  (freezes what collections would look through)
-from torchrl_unilab.shm.segment import named_directory
 
 # Several test processes may run at once: each has a directory of its own for named segments.
-_MOUNT = named_directory()
+_MOUNTS = (os.environ.get("TORCHRL_UNILAB_SHM_DIR", ""), "/dev/shm", tempfile.gettempdir())
+_MOUNT = next(path for path in _MOUNTS if os.access(path, os.W_OK))
 _OWN = Path(tempfile.mkdtemp(prefix="unilab-tests-", dir=_MOUNT))
 os.environ["TORCHRL_UNILAB_SHM_DIR"] = str(_OWN)
 _BEFORE, _BEGAN = set(os.listdir(_MOUNT)), time.time()
@@ -42,6 +40,15 @@ for _profile, _examples in {"tests": 100, "thorough": 200}.items():
 hypothesis.settings.load_profile("tests")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Import all of the package where tests run, which takes seconds: not where they are dealt out.
+
+    It freezes what collections would look through.
+    """
+    if not config.getoption("numprocesses", None):
+        from torchrl_unilab import preload  # noqa: F401
+
+
 @pytest.fixture(autouse=True)
 def _one_thread_and_seed() -> Iterator[None]:
     """Tensors are small, and threads of several test processes would wait for each other.
@@ -49,6 +56,8 @@ def _one_thread_and_seed() -> Iterator[None]:
     What a test draws does not depend on the tests that its process ran before, nor does torch's
     number of threads, or its default dtype.
     """
+    import torch
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
@@ -68,6 +77,8 @@ def deleted_directory(tmp_path, monkeypatch) -> None:
 @pytest.fixture
 def double_precision() -> None:
     """Make float64 the default dtype, so that equations hold to many digits."""
+    import torch
+
     torch.set_default_dtype(torch.float64)
 
 
@@ -94,6 +105,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
     gc.collect()
     assert not live_children()
     assert not os.listdir(_OWN)
+    gc.freeze()  # pytest collects again and again at its end
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -105,7 +117,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # the others are still at work
-    on_gpu = ("cuda.shm.", "torch_") if torch.cuda.is_initialized() else ()
+    torch = sys.modules.get("torch")
+    on_gpu = ("cuda.shm.", "torch_") if torch and torch.cuda.is_initialized() else ()
     others = ("sem.", "unilab-tests-", *on_gpu)
     left = {name for name in os.listdir(_MOUNT) if not name.startswith(others)} - _BEFORE
     for program in psutil.process_iter() if left else ():

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's groups)
 from hydra import compose, initialize_config_module
+from hydra._internal.hydra import Hydra
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from torchrl.checkpoint import Checkpoint
 from torchrl.collectors import BaseCollector
@@ -205,6 +207,13 @@ def test_without_a_recipe_their_names_are_said(arguments, monkeypatch, tmp_path)
         main()
 
 
+@pytest.fixture
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra composes all but for its own settings to find its mode, and then all again."""
+    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: RunMode.RUN)
+
+
+@pytest.mark.usefixtures("composed_once")
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -273,6 +282,7 @@ def test_an_interrupt_saves_what_was_learnt_and_ends_the_collector(
     assert not live_children()
 
 
+@pytest.mark.usefixtures("composed_once")
 @pytest.mark.parametrize(
     ("override", "message"),
     [
