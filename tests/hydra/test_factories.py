@@ -14,6 +14,7 @@ import torch
 import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's groups)
 from hydra import compose, initialize_config_module
 from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from torchrl.checkpoint import Checkpoint
@@ -61,6 +62,12 @@ def _trainer(recipe: str, overrides: list[str]) -> Trainer:
     with initialize_config_module("torchrl_unilab.hydra.recipes", version_base="1.3"):
         config = compose(recipe, overrides=overrides)
     return instantiate(config.trainer)
+
+
+@pytest.fixture(autouse=True)
+def _torchrls_nodes_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra copies all nodes that there are, TorchRL's too, each time it composes."""
+    monkeypatch.setattr(ConfigStore, "__deepcopy__", lambda store, _: store, raising=False)
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,7 @@ def quick_run(run_dir: str | Path, **changes: Any) -> dict[str, Any]:
     run: dict[str, Any] = {
         "env": "InvertedPendulum-v5",
         "frames": 1024,
+        "checkpoint_interval": 1024,
         "config": APPOConfig(**APPO),
         "progress_bar": False,
         "eval_episodes": 2,

@@ -211,7 +211,7 @@ def test_a_run_that_a_limit_ends_says_so(killed, tmp_path):
 def test_what_ended_a_run_is_not_taken_over_and_said(again, tmp_path):
     train(tmp_path / "run", "appo", max_seconds=1e-6)
     lines: list[str] = []
-    resume_run(tmp_path / "run", frames=2 * FRAMES, announce=lines.append, **QUIET, **again)
+    resume_run(tmp_path / "run", frames=FRAMES + 32, announce=lines.append, **QUIET, **again)
     said = "not taken over, as they ended the run: max_seconds"
     assert (said in lines) is not bool(again)
     assert read_config(tmp_path / "run" / "config.yaml")["max_seconds"] == again.get("max_seconds")
@@ -221,9 +221,9 @@ def test_a_trace_stays_unless_another_one_is_asked_for(tmp_path):
     train(tmp_path / "run", "appo", trace=True)
     trace = tmp_path / "run" / "trace.json"
     before = trace.read_bytes()
-    resume_run(tmp_path / "run", frames=2 * FRAMES, **QUIET)
+    resume_run(tmp_path / "run", frames=FRAMES + 32, **QUIET)
     assert trace.read_bytes() == before
-    resume_run(tmp_path / "run", frames=3 * FRAMES, trace=True, **QUIET)
+    resume_run(tmp_path / "run", frames=FRAMES + 64, trace=True, **QUIET)
     assert trace.read_bytes() != before
 
 
@@ -231,17 +231,17 @@ def test_limits_that_a_run_has_not_reached_stay(tmp_path):
     limits = {"max_seconds": 1e6, "stop_at": 1e6}
     train(tmp_path / "run", "appo", **limits)
     lines: list[str] = []
-    resume_run(tmp_path / "run", frames=2 * FRAMES, announce=lines.append, **QUIET)
+    resume_run(tmp_path / "run", frames=FRAMES + 32, announce=lines.append, **QUIET)
     assert not [line for line in lines if "not taken over" in line]
-    assert lines[0].startswith(f"resuming at {FRAMES} of {2 * FRAMES} frames, from ")
+    assert lines[0].startswith(f"resuming at {FRAMES} of {FRAMES + 32} frames, from ")
     after = read_config(tmp_path / "run" / "config.yaml")
     assert {name: after[name] for name in limits} == limits
 
 
 def test_a_resumed_run_keeps_the_frames_it_was_last_given(run_dir):
     file = run_dir / "config.yaml"  # as a resumed run leaves it that is killed at once
-    file.write_text(file.read_text().replace(f"frames: {FRAMES}\n", f"frames: {2 * FRAMES}\n"))
-    assert resume_run(run_dir, **QUIET)["frames"] == 2 * FRAMES
+    file.write_text(file.read_text().replace(f"frames: {FRAMES}\n", f"frames: {FRAMES + 32}\n"))
+    assert resume_run(run_dir, **QUIET)["frames"] == FRAMES + 32
 
 
 def test_a_resumed_run_logs_evaluates_and_waits_for_ranks_as_before(run_dir):
@@ -288,7 +288,7 @@ def test_a_run_on_a_gpu_is_evaluated_where_there_is_none(of_a_gpu):
 
 def test_a_run_on_a_gpu_resumes_on_a_cpu_if_asked_to(of_a_gpu):
     before, frames = tree(of_a_gpu), RunCheckpoints(of_a_gpu / "checkpoint").newest().frames
-    more = {"frames": 2 * frames, **QUIET}
+    more = {"frames": frames + 128, **QUIET}
     with pytest.raises(
         ConfigError, match=r"device: 'cuda' \(expected one that torch .* finds here"
     ):
@@ -298,8 +298,8 @@ def test_a_run_on_a_gpu_resumes_on_a_cpu_if_asked_to(of_a_gpu):
     assert resume_run(of_a_gpu, settings=here, **more)["resumed"] == [frames]
     said = read_config(of_a_gpu / "config.yaml")
     assert {name: said[name] for name in here} == here
-    more["frames"] += frames
-    assert resume_run(of_a_gpu, **more)["resumed"] == [frames, 2 * frames]
+    more["frames"] += 128
+    assert resume_run(of_a_gpu, **more)["resumed"] == [frames, frames + 128]
 
 
 def test_none_switches_off_what_a_run_did_before(run_dir):
@@ -369,7 +369,7 @@ def test_a_line_of_a_log_that_is_none_is_left_out_by_a_resumed_run(run_dir):
     log = next(run_dir.joinpath("logs").rglob("*.csv"))
     with log.open("ab") as file:
         file.write(b"\0" * 8 + b"\n\xff\n")
-    resume_run(run_dir, frames=2 * FRAMES, **QUIET)
+    resume_run(run_dir, frames=FRAMES + 32, **QUIET)
     assert not {0, 0xFF} & {*log.read_bytes()}
 
 

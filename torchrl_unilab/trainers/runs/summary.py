@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,13 @@ from torchrl_unilab.trainers.evaluation import Evaluation
 from torchrl_unilab.trainers.runs.directory import write_whole
 
 _FILE = "summary.json"
+_version = functools.cache(importlib.metadata.version)  # whose files are long
 
 
 def package_versions() -> dict[str, str]:
     """Return the versions of what a run's figures depend on."""
     names = ("torchrl-unilab", "torchrl", "tensordict", "torch", "mujoco", "gymnasium")
-    return {name: importlib.metadata.version(name) for name in names}
+    return {name: _version(name) for name in names}
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
