@@ -34,16 +34,16 @@ QUIET: dict[str, Any] = {"progress_bar": False, "eval_episodes": 1}
 
 
 def quick_run(run_dir: str | Path, **changes: Any) -> dict[str, Any]:
-    """Train by APPO for a second; return the run's summary."""
+    """Train by APPO for a second, saved at its end; return the run's summary."""
     run: dict[str, Any] = {
         "env": "InvertedPendulum-v5",
         "frames": 1024,
-        "checkpoint_interval": 1024,
         "config": APPOConfig(**APPO),
         "progress_bar": False,
         "eval_episodes": 2,
+        **changes,
     }
-    return train_appo(run_dir=run_dir, **{**run, **changes})
+    return train_appo(run_dir=run_dir, **{"checkpoint_interval": run["frames"], **run})
 
 
 def pendulum() -> TransformedEnv:
