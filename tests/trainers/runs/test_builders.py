@@ -197,7 +197,7 @@ def _pendulums(env: str = "InvertedPendulum-v5") -> SerialEnv:
 @every_algorithm
 def test_a_batch_of_torchrls_environments_is_trained_loaded_and_evaluated(config, tmp_path: Path):
     train = train_appo if isinstance(config, APPOConfig) else train_off_policy
-    options = {"frames": 64, "run_dir": tmp_path / "run", "progress_bar": False}
+    options = {"frames": 64, "run_dir": tmp_path / "run", "progress_bar": False, "eval_episodes": 1}
     train("pendulums", create_env=_pendulums, config=config, **options)
     policy = load_policy(tmp_path / "run", create_env=_pendulums)
     assert policy(TensorDict(observation=torch.zeros(4)))["action"].shape == (1,)

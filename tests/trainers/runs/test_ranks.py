@@ -32,7 +32,7 @@ CONFIGS: dict[str, Any] = {
     "sac": OffPolicyConfig("sac", **OFF_POLICY),
     "td3": OffPolicyConfig("td3", **OFF_POLICY),
 }
-FRAMES = 512
+FRAMES = 256
 each_algorithm = pytest.mark.parametrize("algorithm", CONFIGS)
 
 
@@ -111,7 +111,7 @@ def take_part(_: Any, directory: Path) -> dict[str, Any]:
 
     for algorithm in CONFIGS:
         attempt(algorithm, _run, algorithm, directory / f"{algorithm}-{rank}")
-    attempt("stopped", _run, "appo", directory / f"stopped-{rank}", max_seconds=1e-6)
+    attempt("stopped", _run, "appo", directory / f"stopped-{rank}", frames=512, max_seconds=1e-6)
     other = APPOConfig(**APPO, gamma=(0.9, 0.8)[rank])
     attempt("other settings", _run, "appo", directory / "other", config=other)
     task = ("InvertedPendulum-v5", "Hopper-v5")[rank]

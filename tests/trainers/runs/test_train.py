@@ -282,7 +282,7 @@ def test_a_run_directory_in_the_home_directory_is_found_whatever_directory_is_en
     quick_run("run", env="p", create_env=wandering, frames=64)
     os.chdir(tmp_path / "begin")
     for run in ("~/run", "run"):
-        assert resume_run(run, create_env=four_pendulums, frames=1000, progress_bar=False)
+        assert resume_run(run, create_env=four_pendulums, frames=256, progress_bar=False)
     for run in (tmp_path / "home" / "run", tmp_path / "begin" / "run"):
         assert list((run / "checkpoint").glob("frames-*")), run
     assert {path.name for path in tmp_path.iterdir()} == {"home", "begin"}
