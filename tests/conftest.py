@@ -30,7 +30,7 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (Ray's spelling)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes is no claim of any test. `make test-all` tries more of them.
-for _profile, _examples in {"tests": 50, "thorough": 200}.items():
+for _profile, _examples in {"tests": 100, "thorough": 200}.items():
     hypothesis.settings.register_profile(
         _profile,
         max_examples=_examples,
