@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from unittest.mock import Mock
 
@@ -32,6 +33,23 @@ def _trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
         return COMPILE(function, backend="eager", options=options, **kwargs)
 
     monkeypatch.setattr(torch, "compile", traced)
+
+
+@contextlib.contextmanager
+def _audited() -> Iterator[list[str]]:
+    """List what audit hooks are told of reads of attributes; a hook stays, and is silent later."""
+    told: list[str] = []
+    listening = True
+
+    def hook(event: str, arguments: tuple) -> None:
+        if listening and event == "object.__getattr__":
+            told.append(arguments[1])
+
+    sys.addaudithook(hook)
+    try:
+        yield told
+    finally:
+        listening = False
 
 
 @contextlib.contextmanager
@@ -131,6 +149,22 @@ def test_without_a_compiler_an_update_is_not_compiled(algorithm, monkeypatch):
     with pytest.raises(ConfigError, match="no 'no-such-compiler' on the path"):
         update.compile()
     update.step(update.prepare(transitions_of(loss, 32, 0)))
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@BOTH
+def test_no_audit_hook_is_called_in_a_compiled_step_where_an_interrupt_would_be_lost(
+    algorithm, monkeypatch
+):
+    _trace_only(monkeypatch)
+    loss = make_loss(algorithm)
+    with fused(loss) as update:
+        update.compile()
+        packed = update.prepare(transitions_of(loss, 32, 0))
+        update.step(packed)
+        with _audited() as told:
+            update.step(packed)
+    assert not told
 
 
 def test_no_trial_build_tells_what_vectors_the_processor_has(monkeypatch):

@@ -15,7 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torchrl_unilab.errors import ConfigError
 
 _IN_PYTHON = ("AUTOGRAD_SAVED_TENSORS_HOOKS", "DUPLICATE_INPUT", "SHAPE_ENV")
-"""Kinds of guards that are functions in Python. Those of sizes, none dynamic, are in C++."""
+"""Kinds of guards that call Python. Those of sizes, none dynamic, are in C++."""
 _REMEDY = "Install g++ and Python's headers, name another compiler by CXX, or leave compile off."
 
 
@@ -55,7 +55,7 @@ def compiled_method(owner: object, name: str, **options: Any) -> Callable[..., A
     """Return an object's method, `compiled` so that no Ctrl-C is lost in it.
 
     PyTorch calls guards before compiled code, and takes an error in one for a refusal: an
-    interrupt in a guard written in Python is lost. There is none of them here. As they tell apart
+    interrupt in a guard that calls Python is lost. There is none of them here. As they tell apart
     objects whose parts are one from those whose parts are two, each object has code of its own.
 
     Args:
@@ -71,5 +71,10 @@ def compiled_method(owner: object, name: str, **options: Any) -> Callable[..., A
 
 
 def _without_python(guards: Sequence[Any]) -> list[bool]:
-    """Choose the guards that are not written in Python."""
-    return [guard.guard_type not in _IN_PYTHON for guard in guards]
+    """Choose the guards that call no Python: none of their own, and no audit hook.
+
+    Hooks, such as filelock's, are told of each read of a function's defaults, which stay.
+    """
+    return [
+        guard.guard_type not in _IN_PYTHON and "defaults__" not in guard.name for guard in guards
+    ]
