@@ -7,10 +7,13 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Unpack, get_args, get_origin, get_type_hints
 
 import pytest
 
 import torchrl_unilab
+from torchrl_unilab.collectors import APPOCollector, ReplayCollector
+from torchrl_unilab.collectors.arguments import STOCK_ARGUMENTS, ReplaySettings, RolloutSettings
 
 PACKAGES = [
     module.name
@@ -82,3 +85,17 @@ def test_the_root_lists_its_names():
 def test_a_name_that_the_root_has_not_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'train_ppo'"):
         _ = torchrl_unilab.train_ppo
+
+
+@pytest.mark.parametrize(
+    ("collector", "settings"), [(APPOCollector, RolloutSettings), (ReplayCollector, ReplaySettings)]
+)
+def test_type_checkers_accept_what_is_accepted_of_stock_arguments(collector, settings):
+    own = get_type_hints(collector.__init__)
+    hints = get_type_hints(settings)
+    assert own["workers"] == Unpack[settings]
+    assert own.keys() & hints.keys() == set()  # else type checkers refuse the call
+    for name in STOCK_ARGUMENTS.keys() - own.keys():
+        kinds = get_args(hints[name]) or (hints[name],)
+        for value in STOCK_ARGUMENTS[name][0]:
+            assert isinstance(value, tuple(get_origin(kind) or kind for kind in kinds)), name

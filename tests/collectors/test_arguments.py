@@ -3,7 +3,7 @@ from __future__ import annotations
 import inspect
 import threading
 from functools import partial
-from typing import Any, Unpack, get_args, get_origin, get_type_hints
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -18,14 +18,7 @@ from tests.support.acting import StillEnv, make_policy
 from tests.support.collecting import CountingEnv, EndingForAgents, actor
 from tests.support.processes import live_children
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
-from torchrl_unilab.collectors.arguments import (
-    STOCK_ARGUMENTS,
-    ReplaySettings,
-    RolloutSettings,
-    WorkerSettings,
-    find_device,
-    resolve_policy,
-)
+from torchrl_unilab.collectors.arguments import WorkerSettings, find_device, resolve_policy
 from torchrl_unilab.errors import (
     ConfigError,
     LayoutKeyError,
@@ -77,20 +70,6 @@ def test_the_default_of_each_argument_of_torchrls_collectors_changes_nothing(sto
 def test_the_processor_may_be_named_as_the_place_of_all_that_is_collected(cpu):
     places = dict.fromkeys(("device", "storing_device", "env_device", "policy_device"), cpu)
     assert (collected(**places) == collected()).all()
-
-
-@pytest.mark.parametrize(
-    ("collector", "settings"), [(APPOCollector, RolloutSettings), (ReplayCollector, ReplaySettings)]
-)
-def test_type_checkers_accept_what_is_accepted_of_stock_arguments(collector, settings):
-    own = get_type_hints(collector.__init__)
-    hints = get_type_hints(settings)
-    assert own["workers"] == Unpack[settings]
-    assert own.keys() & hints.keys() == set()  # else type checkers refuse the call
-    for name in STOCK_ARGUMENTS.keys() - own.keys():
-        kinds = get_args(hints[name]) or (hints[name],)
-        for value in STOCK_ARGUMENTS[name][0]:
-            assert isinstance(value, tuple(get_origin(kind) or kind for kind in kinds)), name
 
 
 def test_workers_explore_by_the_collectors_exploration_type():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -13,7 +12,6 @@ from tensordict import TensorDict
 from torchrl.data import HERReplayBuffer, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import SliceSampler, TensorDictMaxValueWriter
 from torchrl.data.replay_buffers.sample_units import Sequence
-from torchrl.envs import RewardSum
 
 from tests.support.transitions import episodes, replay_of, same, stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
@@ -330,24 +328,6 @@ def test_agents_keep_their_batch_dimension():
 
 
 # Writers
-
-
-@pytest.mark.parametrize("from_example", [False, True])
-def test_dimensions_of_rows_keep_the_names_that_transforms_look_for(from_example):
-    rows = episodes(40).reshape(4, 10).refine_names(None, "time")
-    found = []
-    for kind in STORAGES:
-        known = {"example": rows[0]} if from_example and kind is PackedReplayStorage else {}
-        buffer = TensorDictReplayBuffer(storage=kind(10, **known), batch_size=3)
-        buffer.append_transform(RewardSum(in_keys=[("next", "reward")], out_keys=["so far"]))
-        buffer.extend(rows)
-        torch.manual_seed(1)
-        batch = buffer.sample()
-        names = [read.names for read in (batch, batch["next"], buffer[:], copy.deepcopy(buffer)[:])]
-        found.append((batch["so far"], names))
-    (stock, expected), (ours, names) = found
-    assert names == expected
-    assert torch.equal(ours, stock)
 
 
 def test_the_best_rows_stay_as_over_the_stock_storage():

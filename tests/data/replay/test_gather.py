@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import RewardSum
 
-from tests.support.transitions import replay_of, same, transitions
+from tests.support.transitions import episodes, replay_of, same, transitions
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.data.replay import gather
 from torchrl_unilab.errors import ConfigError
@@ -83,3 +87,21 @@ def test_each_sample_has_memory_apart():
     with replay_of(transitions(50), 50) as storage:
         batches = [storage.sample(20) for _ in range(3)]
         assert len({batch["action"].data_ptr() for batch in batches}) == 3
+
+
+@pytest.mark.parametrize("from_example", [False, True])
+def test_dimensions_of_rows_keep_the_names_that_transforms_look_for(from_example):
+    rows = episodes(40).reshape(4, 10).refine_names(None, "time")
+    found = []
+    for kind in (LazyTensorStorage, PackedReplayStorage):
+        known = {"example": rows[0]} if from_example and kind is PackedReplayStorage else {}
+        buffer = TensorDictReplayBuffer(storage=kind(10, **known), batch_size=3)
+        buffer.append_transform(RewardSum(in_keys=[("next", "reward")], out_keys=["so far"]))
+        buffer.extend(rows)
+        torch.manual_seed(1)
+        batch = buffer.sample()
+        names = [read.names for read in (batch, batch["next"], buffer[:], copy.deepcopy(buffer)[:])]
+        found.append((batch["so far"], names))
+    (stock, expected), (ours, names) = found
+    assert names == expected
+    assert torch.equal(ours, stock)
